@@ -19,12 +19,6 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-// getfacl returns the ACLs of the files as getfacl(1) prints them, with numbers and without names.
-func getfacl(t *testing.T, dir string, names ...string) string {
-	t.Helper()
-	return run(t, dir, "getfacl", append([]string{"-cn"}, names...)...)
-}
-
 // shellAs runs a shell script in dir as a user without groups.
 func shellAs(uid uint32, dir, script string) (string, error) {
 	cmd := exec.Command("sh", "-c", `cd -- "$0" && `+script, dir)
@@ -106,21 +100,6 @@ func TestACLGrantsAndDenies(t *testing.T) {
 	}
 }
 
-// TestACLChangeIsSeenByOtherMount checks that another client's change of an ACL is visible.
-func TestACLChangeIsSeenByOtherMount(t *testing.T) {
-	kit.NeedsPrograms(t, "getfacl", "setfacl")
-	t.Parallel()
-	e := startOwnExport(t)
-	a, b := e.mount(t, mountConfig{}), e.mount(t, mountConfig{opts: Options{NoAC: true, AcDirMax: 1}})
-	must(t, os.WriteFile(a.path("f"), nil, 0o644))
-	run(t, a.dir, "setfacl", "-m", "u:1234:rw", "f")
-	before := getfacl(t, b.dir, "f")
-	run(t, a.dir, "setfacl", "-m", "u:1234:r", "f")
-	if got, want := getfacl(t, b.dir, "f"), getfacl(t, a.dir, "f"); got != want || got == before {
-		t.Errorf("ACL on the other mount: got\n%swant\n%sbefore\n%s", got, want, before)
-	}
-}
-
 // TestWithoutACLs checks a mount with noacl, a server without NFSACL, which is asked once, and
 // NFS-Ganesha, which supports GETACL but not SETACL.
 func TestWithoutACLs(t *testing.T) {
@@ -199,24 +178,6 @@ func TestOtherAttributesAreNotSupported(t *testing.T) {
 	n, err := unix.Listxattr(m.path("f"), list)
 	if got := strings.TrimRight(string(list[:max(n, 0)]), "\x00"); err != nil || got != nfsacl.XattrAccess {
 		t.Errorf("listxattr: got %q, %v, want %q", got, err, nfsacl.XattrAccess)
-	}
-}
-
-// TestWritesNeedNoAttributeRequests checks that the kernel does not ask for security.capability at
-// each write(2).
-func TestWritesNeedNoAttributeRequests(t *testing.T) {
-	t.Parallel()
-	m := startOwnExport(t).mount(t, mountConfig{})
-	f, err := os.Create(m.path("f"))
-	must(t, err)
-	defer f.Close()
-	before := m.fs.Counters.Ops[OpGetXAttr].Load()
-	for range 100 {
-		_, err := f.Write(make([]byte, 100))
-		must(t, err)
-	}
-	if n := m.fs.Counters.Ops[OpGetXAttr].Load() - before; n > 2 {
-		t.Errorf("GETXATTR requests of 100 writes: got %d, want at most 2", n)
 	}
 }
 

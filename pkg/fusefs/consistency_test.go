@@ -440,26 +440,6 @@ func TestExpiredDirectoryKeepsPath(t *testing.T) {
 	}
 }
 
-// TestRenameOverFileOpenElsewhere replaces a file that another client has open. The name stands for
-// the new file at once. The open file never returns data of the new one.
-func TestRenameOverFileOpenElsewhere(t *testing.T) {
-	t.Parallel()
-	eachServer(t, func(t *testing.T, e *export) {
-		a, _, b := twoMounts(t, e, Options{})
-		must(t, os.WriteFile(b.path("f"), bytes.Repeat([]byte("old"), 10000), 0o644))
-		f, buf := openAndRead(t, a.path("f"), 3)
-		must(t, os.WriteFile(b.path("new"), bytes.Repeat([]byte("new"), 10000), 0o644))
-		must(t, os.Rename(b.path("new"), b.path("f")))
-		wantContent(t, a.path("f"), bytes.Repeat([]byte("new"), 10000))
-		for _, off := range []int64{0, 12000, 29997} {
-			if _, err := f.ReadAt(buf, off); err == nil && string(buf) != "old" ||
-				err != nil && !errors.Is(err, syscall.ESTALE) {
-				t.Errorf("read at %d of the replaced file: got %q, %v, want old data or ESTALE", off, buf, err)
-			}
-		}
-	})
-}
-
 // TestReplacedDirectoryIsFoundAgain replaces a directory while the kernel has its names. The
 // handles are then stale. Each operation by path looks the path up again and succeeds.
 func TestReplacedDirectoryIsFoundAgain(t *testing.T) {

@@ -11,7 +11,6 @@ import (
 	"sync"
 	"syscall"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -193,42 +192,6 @@ func TestWriteErrorReportedOncePerOpenFile(t *testing.T) {
 	wantContent(t, filepath.Join(e.dir, "file"), []byte("more"))
 }
 
-// TestOnlyFatalSignalEndsRead sends a harmless signal and then SIGKILL to a process during a read.
-// Only SIGKILL ends the read.
-func TestOnlyFatalSignalEndsRead(t *testing.T) {
-	e := startExport(t)
-	must(t, os.WriteFile(filepath.Join(e.dir, "file"), []byte("x"), 0o644))
-	over := make(chan struct{})
-	m, s := e.mountScripted(t, mountConfig{})
-	t.Cleanup(func() { close(over) }) // runs before the unmount
-	block, blocked := blockUntil(over)
-	s.on(block, nfs3.ProcRead)
-	// dd continues after SIGUSR1. dd reads with O_DIRECT because read-ahead requests belong to no
-	// process.
-	cmd := exec.Command("dd", "if="+m.path("file"), "of=/dev/null", "iflag=direct", "bs=4096", "status=none")
-	must(t, cmd.Start())
-	<-blocked
-	must(t, cmd.Process.Signal(syscall.SIGUSR1))
-	ended := make(chan error, 1)
-	go func() { ended <- cmd.Wait() }()
-	select {
-	case err := <-ended:
-		t.Fatalf("dd ended after SIGUSR1: %v", err)
-	case <-time.After(10 * interruptPoll):
-	}
-	must(t, cmd.Process.Kill())
-	select {
-	case <-ended:
-	case <-time.After(testTimeout):
-		t.Fatal("dd did not end after SIGKILL")
-	}
-	if m.fs.Counters.Interrupts.Load() == 0 {
-		t.Error("interrupted requests: got 0, want at least 1")
-	}
-	s.on(nil, nfs3.ProcRead)
-	wantContent(t, m.path("file"), []byte("x"))
-}
-
 // TestWriteAndTruncateMix mixes writes and truncations of one open file and compares the file with
 // a byte slice.
 func TestWriteAndTruncateMix(t *testing.T) {
@@ -341,48 +304,5 @@ func allowParents(t *testing.T, path string) {
 	t.Helper()
 	for dir := filepath.Dir(path); strings.HasPrefix(dir, os.TempDir()+"/"); dir = filepath.Dir(dir) {
 		must(t, os.Chmod(dir, 0o755))
-	}
-}
-
-// TestHiddenFileRemovalUpdatesDirectoryTimes checks that the mount shows the directory's new mtime
-// after the last close of a removed file.
-func TestHiddenFileRemovalUpdatesDirectoryTimes(t *testing.T) {
-	e := startExport(t)
-	m := e.mount(t, mountConfig{})
-	must(t, os.Mkdir(m.path("dir"), 0o755))
-	f, err := os.Create(m.path("dir/victim"))
-	must(t, err)
-	must(t, os.Remove(m.path("dir/victim")))
-	var before, after, server unix.Stat_t
-	must(t, unix.Stat(m.path("dir"), &before))
-	must(t, f.Close())
-	if !eventually(func() bool { // the kernel does not wait for the release
-		must(t, unix.Stat(m.path("dir"), &after))
-		return after.Mtim != before.Mtim
-	}) {
-		must(t, unix.Stat(filepath.Join(e.dir, "dir"), &server))
-		t.Errorf("mtime on the mount: got %v (before the close %v), want %v", after.Mtim, before.Mtim, server.Mtim)
-	}
-}
-
-// TestRmdirWaitsForHiddenFileRemoval removes a directory right after the last close of a file that
-// was removed from it. While the file is open, rmdir returns ENOTEMPTY.
-func TestRmdirWaitsForHiddenFileRemoval(t *testing.T) {
-	m := startExport(t).mount(t, mountConfig{})
-	for range 30 {
-		must(t, os.Mkdir(m.path("dir"), 0o755))
-		f, err := os.Create(m.path("dir/victim"))
-		must(t, err)
-		must(t, os.Remove(m.path("dir/victim")))
-		must(t, f.Close())
-		must(t, unix.Rmdir(m.path("dir")))
-	}
-	must(t, os.Mkdir(m.path("dir"), 0o755))
-	f, err := os.Create(m.path("dir/victim"))
-	must(t, err)
-	defer f.Close()
-	must(t, os.Remove(m.path("dir/victim")))
-	if err := unix.Rmdir(m.path("dir")); err != syscall.ENOTEMPTY {
-		t.Errorf("rmdir of a directory with an open removed file: got %v, want ENOTEMPTY", err)
 	}
 }

@@ -13,29 +13,6 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// TestReadAtEOFReturnsBuffer reads at the end of a file and checks that each read returns its
-// buffer to the pool.
-func TestReadAtEOFReturnsBuffer(t *testing.T) {
-	m := startExport(t).mount(t, mountConfig{})
-	for name, flags := range map[string]int{"direct": unix.O_DIRECT, "append": unix.O_APPEND} {
-		t.Run(name, func(t *testing.T) {
-			fd, err := unix.Open(m.path(name), unix.O_RDWR|unix.O_CREAT|unix.O_CLOEXEC|flags, 0o644)
-			must(t, err)
-			defer unix.Close(fd)
-			for range 3 {
-				n, err := unix.Pread(fd, make([]byte, 4096), 0)
-				if n != 0 || err != nil {
-					t.Fatalf("read at end of file: got %d bytes, %v, want 0 bytes and no error", n, err)
-				}
-				// The kernel has the reply before the buffer is returned.
-				if !eventually(func() bool { return m.fs.buffers.Out() == 0 }) {
-					t.Fatalf("buffers in use after read: got %d, want 0", m.fs.buffers.Out())
-				}
-			}
-		})
-	}
-}
-
 // TestReadlinkUsesPoolBuffer checks that a READLINK reply goes to a pool buffer. A server may write
 // the path with RDMA, and devices reach only the pool's memory.
 func TestReadlinkUsesPoolBuffer(t *testing.T) {

@@ -2,12 +2,10 @@ package fusefs
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
-	"syscall"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -142,24 +140,6 @@ func TestReadDirWithoutReadDirPlus(t *testing.T) {
 				t.Errorf("READDIRPLUS calls: got %d, want 1", n)
 			}
 		})
-	}
-}
-
-// TestReadDirReturnsServerError checks that readdir returns the server's error.
-func TestReadDirReturnsServerError(t *testing.T) {
-	e := startExport(t)
-	m, s := e.mountScripted(t, mountConfig{})
-	must(t, os.Mkdir(m.path("d"), 0o755))
-	for st, want := range map[nfs3.Status]syscall.Errno{
-		nfs3.ErrIO:        syscall.EIO,
-		nfs3.ErrAcces:     syscall.EACCES,
-		nfs3.ErrStale:     syscall.ESTALE,
-		nfs3.Status(4711): syscall.EIO,
-	} {
-		s.on(status(st), dirProcs...)
-		if _, err := os.ReadDir(m.path("d")); !errors.Is(err, want) {
-			t.Errorf("readdir after %v: got %v, want %v", st, err, want)
-		}
 	}
 }
 

@@ -35,6 +35,7 @@ func panics(context.Context, *sunrpc.Message, func() error) error { panic("test 
 // TestPanicFailsMountOnly checks that a panic ends one mount in order: all requests return EIO, an
 // unmount works, and another mount is not affected.
 func TestPanicFailsMountOnly(t *testing.T) {
+	t.Parallel()
 	e := startOwnExport(t)
 	for _, c := range []struct {
 		name string

@@ -209,6 +209,7 @@ func (e *export) mount(t testing.TB, cfg mountConfig) *testMount {
 	}
 	t.Cleanup(func() {
 		m.unmount(t)
+		fs.reopens.unpinAll() // Close waits for them
 		ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
 		defer cancel()
 		fs.Close(ctx)

@@ -139,6 +139,7 @@ func TestMountOnDescriptor(t *testing.T) {
 // TestUnmountCannotBeRedirected replaces the parent of a mount point by a symbolic link to the
 // parent of another mount, after an unmount has opened the parent.
 func TestUnmountCannotBeRedirected(t *testing.T) {
+	t.Parallel()
 	kit.NeedsRoot(t)
 	e := startOwnExport(t)
 	top := t.TempDir()

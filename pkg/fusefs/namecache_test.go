@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestWaitingExpiryBoundsNames lets names expire while the kernel does not take the notifications,
@@ -66,4 +67,34 @@ func TestCreateKeepsTimeOfName(t *testing.T) {
 	}
 	m.fs.Release(nil, &fuse.ReleaseIn{Fh: out.Fh})
 	m.fs.Forget(ino.id, 1)
+}
+
+// TestKeptNameIsOrderedWithChanges checks that no change of a directory can come between the check
+// of a name from a reply and its store: the change would drop the name before the store.
+func TestKeptNameIsOrderedWithChanges(t *testing.T) {
+	fs := &FS{opts: DefaultOptions()}
+	dir := &inode{id: 2}
+	fs.inodes.init(dir, nil)
+	fs.updateAttr(dir, &nfs3.Attr{Type: nfs3.NF3DIR}, fs.callStart())
+	fs.lookups.mu.Lock()
+	kept := make(chan struct{})
+	go func() {
+		defer close(kept)
+		fs.keepLookup(dir, "name", 3, fs.callStart())
+	}()
+	ordered := 0 // consecutive times that the directory was locked
+	kit.Eventually(t, "lock of the directory while a name is stored", func() bool {
+		if dir.mu.TryLock() {
+			dir.mu.Unlock()
+			ordered = 0
+			return false
+		}
+		ordered++
+		return ordered == 20
+	})
+	fs.lookups.mu.Unlock()
+	<-kept
+	if e, ok := fs.lookups.get(nameKey{dir.id, "name"}); !ok || e.node != 3 {
+		t.Errorf("stored name: got node %d, %v, want 3", e.node, ok)
+	}
 }

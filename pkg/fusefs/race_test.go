@@ -326,28 +326,3 @@ func TestConcurrentAppend(t *testing.T) {
 		}
 	}
 }
-
-// TestForgetShrinksInodeTable checks that inodes disappear after the kernel's FORGET requests.
-func TestForgetShrinksInodeTable(t *testing.T) {
-	const files = 200
-	e := startExport(t)
-	want := createNames(t, filepath.Join(e.dir, "d"), files)
-	m := e.mount(t, mountConfig{})
-	for range 3 {
-		wantNames(t, m.path("d"), want)
-		for _, name := range want {
-			_, err := os.Lstat(m.path("d/" + name))
-			must(t, err)
-		}
-	}
-	if n := m.fs.Inodes(); n < files {
-		t.Fatalf("inodes after the lookups: got %d, want at least %d", n, files)
-	}
-	dir := m.inodeOf(t, "d").id
-	for _, name := range want {
-		must(t, m.fs.device.Load().InvalEntry(dir, name))
-	}
-	if !eventually(func() bool { return m.fs.Inodes() <= 3 }) {
-		t.Errorf("inodes after the kernel's FORGETs: got %d, want at most 3", m.fs.Inodes())
-	}
-}

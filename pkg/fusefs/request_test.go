@@ -1,84 +1,100 @@
 package fusefs
 
 import (
+	"context"
 	"fmt"
 	"os"
 	"os/exec"
-	"sync"
 	"testing"
 	"time"
 
-	"github.com/hanwen/go-fuse/v2/fuse"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-// TestObserveTimesRequests checks that Observe gets a time for each request that the kernel waits
-// for.
-func TestObserveTimesRequests(t *testing.T) {
-	e := startExport(t)
-	var mu sync.Mutex
-	seen, moved := make(map[Op]int), make(map[Op]int)
-	m := e.mount(t, mountConfig{opts: Options{Observe: func(s Sample) {
-		mu.Lock()
-		defer mu.Unlock()
-		seen[s.Op]++
-		moved[s.Op] += s.Bytes
-		if s.Duration <= 0 || s.Duration > testTimeout {
-			t.Errorf("time of %v: got %v, want above 0 and below testTimeout", s.Op, s.Duration)
-		}
-		if s.Owner.UID != uint32(os.Getuid()) {
-			t.Errorf("owner of %v: got uid %d, want %d", s.Op, s.Owner.UID, os.Getuid())
-		}
-	}}})
-	must(t, os.WriteFile(m.path("file"), []byte("xyz"), 0o644))
-	wantContent(t, m.path("file"), []byte("xyz"))
-	mu.Lock()
-	defer mu.Unlock()
-	for _, op := range []Op{OpCreate, OpWrite, OpFlush, OpOpen, OpRead} {
-		if seen[op] == 0 || uint64(seen[op]) != m.fs.Counters.Ops[op].Load() {
-			t.Errorf("%v: observed %d times, want %d", op, seen[op], m.fs.Counters.Ops[op].Load())
-		}
-	}
-	if moved[OpWrite] != 3 || moved[OpRead] != 3 || moved[OpOpen] != 0 {
-		t.Errorf("bytes: got %v, want 3 of read and write", moved)
-	}
-}
-
-// TestRequestDoesNotAllocate checks that begin and end of a request do not allocate.
-func TestRequestDoesNotAllocate(t *testing.T) {
-	var sum time.Duration
-	fs := &FS{creds: newCredentials(new(Counters), nil),
-		opts: Options{Observe: func(s Sample) { sum += s.Duration }}}
-	defer fs.interrupts.stop()
-	var h fuse.InHeader // pid 0, so that no groups are read from /proc
-	if n := testing.AllocsPerRun(1000, func() { fs.end(OpRead, fs.begin(OpRead, nil, &h), nil) }); n != 0 {
-		t.Errorf("allocations per request: got %v, want 0", n)
-	}
-	if sum == 0 {
-		t.Error("observed time: got 0, want more")
-	}
-}
-
+// TestExitingProcess checks which interrupted threads get no reply: those that are ending.
 func TestExitingProcess(t *testing.T) {
-	own, err := os.ReadFile("/proc/self/status")
-	must(t, err)
-	if exiting(own) {
-		t.Error("exiting: got true for this process, want false")
+	if terminating(uint32(os.Getpid())) {
+		t.Error("terminating: got true for this process, want false")
 	}
 	// A child that has exited but was not waited for has released its memory.
 	cmd := exec.Command("true")
 	must(t, cmd.Start())
 	defer cmd.Wait()
-	for end := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+	kit.Eventually(t, "zombie", func() bool {
 		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", cmd.Process.Pid))
 		must(t, err)
-		if state, _ := statusField(b, "\nState:"); len(state) > 0 && state[0] == 'Z' {
-			if !exiting(b) {
-				t.Errorf("exiting: got false for a zombie, want true:\n%s", b)
-			}
-			return
-		}
-		if time.Now().After(end) {
-			t.Fatal("the child did not become a zombie")
-		}
+		state, _ := statusField(b, "\nState:")
+		return state[0] == 'Z'
+	})
+	if !terminating(uint32(cmd.Process.Pid)) {
+		t.Error("terminating: got false for a zombie, want true")
 	}
 }
+
+// TestOldest checks that Oldest finds the request that began first, and leaves out waits for locks.
+func TestOldest(t *testing.T) {
+	fs := &FS{}
+	w := &fs.interrupts
+	defer w.stop()
+	if r, ok := fs.Oldest(); ok {
+		t.Errorf("without requests: got %+v, want none", r)
+	}
+	lock := w.begin(OpSetLockWait, nil, 1)
+	if r, ok := fs.Oldest(); ok {
+		t.Errorf("with a wait for a lock: got %+v, want none", r)
+	}
+	read, write := w.begin(OpRead, nil, 2), w.begin(OpWrite, nil, 3)
+	read.setOwner(2, 1000)
+	for _, r := range []*request{lock, read, write} {
+		r.began -= 1000
+	}
+	read.began -= 1000
+	r, ok := fs.Oldest()
+	if want := (Owner{PID: 2, UID: 1000}); !ok || r.Op != OpRead || r.Owner != want || r.Age < 2000 ||
+		r.Age > time.Hour {
+		t.Errorf("got %+v, %t, want the READ of %+v", r, ok, want)
+	}
+	w.finish(read, false)
+	if r, ok := fs.Oldest(); !ok || r.Op != OpWrite {
+		t.Errorf("after the READ: got %+v, %t, want the WRITE", r, ok)
+	}
+	w.finish(write, false)
+	w.finish(lock, false)
+	if r, ok := fs.Oldest(); ok {
+		t.Errorf("after all requests: got %+v, want none", r)
+	}
+}
+
+func TestOwnerOf(t *testing.T) {
+	r := &request{}
+	r.setOwner(4711, 4294967294)
+	derived, cancel := context.WithCancel(context.WithValue(context.Background(), ownerKey{}, r))
+	defer cancel()
+	for name, tt := range map[string]struct {
+		ctx  context.Context
+		want Owner
+		ok   bool
+	}{
+		"request":                   {r, Owner{PID: 4711, UID: 4294967294}, true},
+		"derived from request":      {derived, Owner{PID: 4711, UID: 4294967294}, true},
+		"background":                {background{}, Owner{WriteBack: true}, true},
+		"other context":             {context.Background(), Owner{}, false},
+		"context with other values": {context.WithValue(context.Background(), otherKey{}, 1), Owner{}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if got, ok := OwnerOf(tt.ctx); got != tt.want || ok != tt.ok {
+				t.Errorf("got %+v, %v, want %+v, %v", got, ok, tt.want, tt.ok)
+			}
+		})
+	}
+	if r.Value("other") != nil || (background{}).Value("other") != nil {
+		t.Error("Value of another key: got a value, want nil")
+	}
+	var ctx context.Context = r
+	if n := testing.AllocsPerRun(100, func() { OwnerOf(ctx) }); n != 0 {
+		t.Errorf("allocations of OwnerOf: got %v, want 0", n)
+	}
+}
+
+// otherKey is a context key of another package.
+type otherKey struct{}

@@ -5,7 +5,6 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
-	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -158,45 +157,6 @@ func TestShortReadsContinue(t *testing.T) {
 		return pass()
 	}, nfs3.ProcRead)
 	wantContent(t, m.path("file"), want)
-}
-
-// TestWriteErrorReportedAtCloseAndFsync checks that close and fsync return the error of a failed
-// WRITE or COMMIT.
-func TestWriteErrorReportedAtCloseAndFsync(t *testing.T) {
-	e := startExport(t)
-	for _, proc := range []nfs3.Proc{nfs3.ProcWrite, nfs3.ProcCommit} {
-		for st, want := range map[nfs3.Status]syscall.Errno{
-			nfs3.ErrNoSpc: syscall.ENOSPC,
-			nfs3.ErrDQuot: syscall.EDQUOT,
-			nfs3.ErrIO:    syscall.EIO,
-			nfs3.ErrFBig:  syscall.EFBIG,
-			nfs3.ErrStale: syscall.ESTALE,
-		} {
-			for name, end := range map[string]func(*os.File) error{
-				"close": (*os.File).Close,
-				"fsync": (*os.File).Sync,
-			} {
-				t.Run(fmt.Sprintf("%v %v %s", proc, st, name), func(t *testing.T) {
-					m, s := e.mountScripted(t, mountConfig{opts: Options{WSize: 16 << 10}})
-					f, err := os.Create(m.path("file"))
-					must(t, err)
-					defer f.Close()
-					s.on(times(1, status(st)), proc)
-					// several WRITEs, so that a COMMIT follows
-					_, err = f.Write(randomBytes(6, 40_000))
-					if err != nil && !errors.Is(err, want) {
-						t.Errorf("write: got %v, want %v or no error", err, want)
-					}
-					if err == nil {
-						err = end(f)
-					}
-					if !errors.Is(err, want) {
-						t.Errorf("got %v, want %v", err, want)
-					}
-				})
-			}
-		}
-	}
 }
 
 // TestJukeboxRetries checks that calls are retried after NFS3ERR_JUKEBOX (RFC 1813 §2.6), and that

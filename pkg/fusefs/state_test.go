@@ -81,30 +81,6 @@ func TestDamagedStateIsRefused(t *testing.T) {
 	}
 }
 
-func TestStateOfAnotherVersionIsRefused(t *testing.T) {
-	for name, create := range map[string]func() (*slotfile.File, error){
-		"schema": func() (*slotfile.File, error) {
-			return slotfile.Create("test", stateSchema+1, stateTables(4))
-		},
-		"tables": func() (*slotfile.File, error) { return slotfile.Create("test", stateSchema, stateTables(4)[1:]) },
-	} {
-		t.Run(name, func(t *testing.T) {
-			file, err := create()
-			must(t, err)
-			f, err := file.Descriptor()
-			must(t, errors.Join(err, file.Close()))
-			defer f.Close()
-			before := fileBytes(t, f)
-			if s, err := OpenState(f); !errors.Is(err, slotfile.ErrVersion) {
-				t.Errorf("OpenState: got %v, %v, want %v", s, err, slotfile.ErrVersion)
-			}
-			if !slices.Equal(fileBytes(t, f), before) {
-				t.Error("OpenState has changed the file")
-			}
-		})
-	}
-}
-
 // openDirect opens a file of the FS as the kernel does.
 func openDirect(t *testing.T, fs *FS, name string) (node, handle uint64) {
 	t.Helper()
@@ -120,61 +96,6 @@ func openDirect(t *testing.T, fs *FS, name string) (node, handle uint64) {
 	}
 	fs.Replied(1<<40+2, ledger.Now())
 	return entry.NodeId, out.Fh
-}
-
-// TestRecordsOfOpenFilesReferToNodes checks after each change of a record that the nodes of all
-// open files have records: otherwise the next process cannot use the State.
-func TestRecordsOfOpenFilesReferToNodes(t *testing.T) {
-	for _, last := range []string{"file", "directory"} {
-		t.Run("last open "+last, func(t *testing.T) { testRecordsReferToNodes(t, last == "file") })
-	}
-}
-
-func testRecordsReferToNodes(t *testing.T, fileLast bool) {
-	t.Helper()
-	e := startOwnExport(t)
-	must(t, os.WriteFile(e.dir+"/f", nil, 0o644))
-	check := func() {}
-	recordChanged = func() { check() }
-	state := newTestState(t, 16)
-	recordChanged = nil
-	m := e.mount(t, mountConfig{opts: Options{State: state}})
-	node, handle := openDirect(t, m.fs, "f")
-	var dir fuse.OpenOut
-	in := fuse.OpenIn{InHeader: fuse.InHeader{NodeId: node, Unique: 1<<40 + 4}}
-	if status := m.fs.OpenDir(nil, &in, &dir); !status.Ok() {
-		t.Fatalf("opendir: %v", status)
-	}
-	m.fs.Replied(1<<40+4, ledger.Now())
-	changes := 0
-	check = func() {
-		changes++
-		known := make(map[uint64]bool)
-		must(t, state.nodes.All(func(_ keptSlot, r *nodeRecord) error { known[r.id] = true; return nil }))
-		must(t, state.files.All(func(_ keptSlot, r *fileRecord) error {
-			if !known[r.node] {
-				t.Errorf("change %d: open file %d of node %d, which has no record", changes, r.id, r.node)
-			}
-			return nil
-		}))
-		must(t, state.dirs.All(func(_ keptSlot, r *dirRecord) error {
-			if !known[r.node] {
-				t.Errorf("change %d: open directory %d of node %d, which has no record", changes, r.id, r.node)
-			}
-			return nil
-		}))
-	}
-	if fileLast {
-		m.fs.ReleaseDir(&fuse.ReleaseIn{Fh: dir.Fh})
-	} else {
-		m.fs.Release(nil, &fuse.ReleaseIn{Fh: handle})
-	}
-	m.fs.Forget(node, 1) // also closes what is open
-	check = func() {}
-	if changes == 0 || state.files.Len()+state.dirs.Len()+state.nodes.Len() != 0 {
-		t.Errorf("after %d changes: records of %d files, %d directories and %d nodes, want 0", changes,
-			state.files.Len(), state.dirs.Len(), state.nodes.Len())
-	}
 }
 
 // TestCachedLookupIsRecorded looks a name up until the FS answers without the server. The record

@@ -102,6 +102,7 @@ func TestExternalAbortUnmounts(t *testing.T) {
 // TestUnmountAfterExternalDetach checks that Unmount returns EBUSY after another program's umount
 // -l while a file is open. ForceUnmount succeeds.
 func TestUnmountAfterExternalDetach(t *testing.T) {
+	t.Parallel()
 	e := startExport(t)
 	m := e.mount(t, mountConfig{})
 	f, err := os.Create(m.path("file"))

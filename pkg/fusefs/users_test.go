@@ -337,25 +337,6 @@ func TestCachedNamesCheckRightsOfEachUser(t *testing.T) {
 	}
 }
 
-// TestCachedNamesInWorkingDirectory uses names relative to a directory that the server no longer
-// lets the process search, and that another user may search.
-func TestCachedNamesInWorkingDirectory(t *testing.T) {
-	t.Parallel()
-	e := startOwnExport(t)
-	openExport(t, e)
-	dir := filepath.Join(e.dir, "dir")
-	putDir(t, dir, alice, 0o755)
-	putFile(t, filepath.Join(dir, "file"), "secret", alice, 0o644)
-	setACL(t, dir, 7, 5, 5, 5, bob, 0)
-	m := e.mount(t, mountConfig{noACL: true}).severalUsers()
-	must(t, alice.stat(t, m.path("dir/file")))
-	fd, err := unix.Open(m.path("dir"), unix.O_PATH|unix.O_CLOEXEC, 0)
-	must(t, err)
-	defer unix.Close(fd)
-	err = bob.do(t, func() error { var st unix.Stat_t; return unix.Fstatat(fd, "file", &st, 0) })
-	want(t, "stat relative to an open directory", err, unix.EACCES)
-}
-
 // TestRootSquashHoldsForCachedNames uses names as root that another user has cached, in directories
 // that the server does not let the client's root search.
 func TestRootSquashHoldsForCachedNames(t *testing.T) {
@@ -531,26 +512,6 @@ func TestStrangerIsRefused(t *testing.T) {
 	} {
 		want(t, name+" by the owner", alice.do(t, try), nil)
 	}
-}
-
-// TestNewFileInSetGroupIDDirectory creates files in a set-group-ID directory of another group. They
-// get its group, and no set-group-ID bit.
-func TestNewFileInSetGroupIDDirectory(t *testing.T) {
-	eachServer(t, func(t *testing.T, e *export) {
-		openExport(t, e)
-		putDir(t, filepath.Join(e.dir, "dir"), alice, 0o2777)
-		m := e.mount(t, mountConfig{})
-		want(t, "create", bob.open(t, m.path("dir/file"), unix.O_CREAT|unix.O_WRONLY, 0o2755), nil)
-		want(t, "mkdir", bob.do(t, func() error { return unix.Mkdir(m.path("dir/sub"), 0o755) }), nil)
-		for name, mode := range map[string]uint32{"file": 0, "sub": unix.S_ISGID} {
-			var st unix.Stat_t
-			must(t, unix.Stat(filepath.Join(e.dir, "dir", name), &st))
-			if st.Gid != alice.gid || st.Uid != bob.uid || st.Mode&(unix.S_ISGID|unix.S_ISUID) != mode {
-				t.Errorf("%s: got owner %d:%d mode %o, want %d:%d and set-ID bits %o", name, st.Uid, st.Gid, st.Mode,
-					bob.uid, alice.gid, mode)
-			}
-		}
-	})
 }
 
 // TestRefusedLookupKeepsMounts looks a name up on which another file system is mounted, in a

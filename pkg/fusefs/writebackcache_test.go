@@ -180,7 +180,7 @@ func TestWritebackDrain(t *testing.T) {
 func TestWritebackRenameByOtherUser(t *testing.T) {
 	eachServer(t, func(t *testing.T, e *export) {
 		openExport(t, e)
-		m := e.mount(t, writebackMount)
+		m := e.mount(t, writebackMount).severalUsers()
 		for _, flags := range []int{unix.O_RDONLY, unix.O_RDWR} {
 			putFile(t, filepath.Join(e.dir, "file"), "content", alice, 0o666)
 			fd := -1
@@ -202,27 +202,11 @@ func TestWritebackRenameByOtherUser(t *testing.T) {
 	})
 }
 
-// TestWritebackRemoveKeepsCache removes files. The kernel then sends the times of the removed
-// files.
-func TestWritebackRemoveKeepsCache(t *testing.T) {
-	eachServer(t, func(t *testing.T, e *export) {
-		m := e.mount(t, writebackMount)
-		for range 10 {
-			must(t, os.WriteFile(m.path("file"), []byte("content"), 0o644))
-			m.awaitClosed(t)
-			must(t, os.Remove(m.path("file")))
-		}
-		if n := m.fs.Counters.Stale.Load(); n != 0 {
-			t.Errorf("stale nodes: got %d, want 0", n)
-		}
-	})
-}
-
 // TestWritebackSetsMtime sets times that a program chooses.
 func TestWritebackSetsMtime(t *testing.T) {
 	e := startOwnExport(t)
 	openExport(t, e)
-	m := e.mount(t, writebackMount)
+	m := e.mount(t, writebackMount).severalUsers()
 	putFile(t, filepath.Join(e.dir, "file"), "content", alice, 0o666)
 	past := unix.Timespec{Sec: 1e9}
 	ts := []unix.Timespec{{Nsec: unix.UTIME_OMIT}, past}
@@ -234,25 +218,6 @@ func TestWritebackSetsMtime(t *testing.T) {
 		t.Errorf("mtime: got %d, want %d", got, past.Sec)
 	}
 	want(t, "utimensat by another user", bob.do(t, set), unix.EPERM)
-}
-
-// TestWritebackTouchByOtherUser sets the times of a file of another user to the current time.
-func TestWritebackTouchByOtherUser(t *testing.T) {
-	eachServer(t, func(t *testing.T, e *export) {
-		openExport(t, e)
-		m := e.mount(t, writebackMount)
-		path := filepath.Join(e.dir, "file")
-		putFile(t, path, "content", alice, 0o666)
-		must(t, os.Chtimes(path, time.Unix(1e9, 0), time.Unix(1e9, 0)))
-		want(t, "touch", bob.do(t, func() error {
-			return unix.UtimesNanoAt(unix.AT_FDCWD, m.path("file"), nil, 0)
-		}), nil)
-		st, err := os.Stat(path)
-		must(t, err)
-		if st.ModTime().Unix() == 1e9 {
-			t.Error("mtime: got the time before touch")
-		}
-	})
 }
 
 // TestWritebackNeedsKernel checks that an old kernel gets no writeback, and that this one does.
