@@ -33,16 +33,14 @@ func killHolder(t testing.TB, socket string, pid int) {
 
 func waitEnd(t testing.TB, socket string, pid int) {
 	t.Helper()
-	wait(t, "the end of the holder", func() bool { return holderPID(t, socket) != pid })
+	kit.Eventually(t, "end of the holder", func() bool { return holderPID(t, socket) != pid })
 }
 
 func TestHolderIsDetached(t *testing.T) {
 	setenv(t, "NOTIFY_SOCKET", "")
 	socket := testConfig(t).Socket
 	leaked, err := os.Open("/dev/zero")
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	defer leaked.Close()
 	d := startDaemon(t, socket, func(cmd *exec.Cmd) {
 		cmd.ExtraFiles = []*os.File{leaked} // the daemon inherits it without FD_CLOEXEC
@@ -51,9 +49,7 @@ func TestHolderIsDetached(t *testing.T) {
 	pid := runningHolder(t, socket)
 	proc := func(pid int, file string) string {
 		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/%s", pid, file))
-		if err != nil {
-			t.Fatal(err)
-		}
+		kit.Must(t, err)
 		return strings.TrimSpace(string(b))
 	}
 	daemonPID := d.cmd.Process.Pid
@@ -82,9 +78,7 @@ func TestHolderIsDetached(t *testing.T) {
 	// and reads the limits of the cgroup
 	allowed := regexp.MustCompile(`^(socket:|anon_inode:|/sys/fs/cgroup/|` + regexp.QuoteMeta(socket+lockSuffix) + `$)`)
 	fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	for _, e := range fds {
 		target, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", pid, e.Name()))
 		isStandard := len(e.Name()) == 1 && e.Name() <= "2"
@@ -126,9 +120,7 @@ func TestStaleSocketIsReplaced(t *testing.T) {
 
 func TestOtherFileIsNotReplaced(t *testing.T) {
 	cfg := testConfig(t)
-	if err := os.WriteFile(cfg.Socket, []byte("x"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, os.WriteFile(cfg.Socket, []byte("x"), 0o600))
 	if s, err := Holder(cfg); err == nil || !strings.Contains(err.Error(), "is not a socket") {
 		t.Errorf("got %v, %v; want an error that the file is not a socket", s, err)
 	}
@@ -143,9 +135,7 @@ func TestSecondDaemonGetsError(t *testing.T) {
 		t.Errorf("second daemon: got %v, want %v with %s", err, ErrBusy, pid)
 	}
 	put(t, first, "b", "2")
-	if err := first.Close(); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, first.Close())
 	if next := open(t, Holder, cfg); len(next.Kept()) != 2 {
 		t.Errorf("entries after the first daemon: got %v, want 2", next.Kept())
 	}
@@ -198,18 +188,13 @@ func holderWithEntry(t *testing.T) (cfg Config, s Store, pid int) {
 func TestEmptyHolderEnds(t *testing.T) {
 	cfg, s, pid := holderWithEntry(t)
 	s.Close()
-	time.Sleep(100 * time.Millisecond) // it would end
-	if now := holderPID(t, cfg.Socket); now != pid {
-		t.Fatalf("holder with an entry: got pid %d, want %d", now, pid)
-	}
 	s = open(t, Holder, cfg)
-	if err := s.Remove("a"); err != nil {
-		t.Fatal(err)
+	if now := holderPID(t, cfg.Socket); now != pid || len(s.Kept()) != 1 {
+		t.Fatalf("holder with an entry: got pid %d with %v, want %d with one entry", now, s.Kept(), pid)
 	}
+	kit.Must(t, s.Remove("a"))
 	put(t, s, "b", "2")
-	if err := s.Remove("b"); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, s.Remove("b"))
 	s.Close()
 	waitEnd(t, cfg.Socket, pid)
 	if _, err := os.Lstat(cfg.Socket); !errors.Is(err, os.ErrNotExist) {
@@ -229,9 +214,7 @@ func TestUnreachableHolderEnds(t *testing.T) {
 			if !connected {
 				s.Close()
 			}
-			if err := os.Remove(cfg.Socket); err != nil {
-				t.Fatal(err)
-			}
+			kit.Must(t, os.Remove(cfg.Socket))
 			if connected {
 				put(t, s, "b", "1")
 				s.Close()
@@ -244,31 +227,22 @@ func TestUnreachableHolderEnds(t *testing.T) {
 func TestTerminatedHolderWaitsForDaemon(t *testing.T) {
 	cfg, s, pid := holderWithEntry(t)
 	for _, sig := range []unix.Signal{unix.SIGHUP, unix.SIGINT, unix.SIGTERM} {
-		if err := unix.Kill(pid, sig); err != nil {
-			t.Fatal(err)
-		}
+		kit.Must(t, unix.Kill(pid, sig))
 	}
-	time.Sleep(50 * time.Millisecond)
 	put(t, s, "b", "1")
 	s.Close()
 	waitEnd(t, cfg.Socket, pid)
 }
 
 func TestStoppedHolderTimesOut(t *testing.T) {
-	cfg := testConfig(t)
-	pid := func() int {
-		s := open(t, Holder, cfg)
-		put(t, s, "a", "1")
-		s.Close()
-		return runningHolder(t, cfg.Socket)
-	}()
+	cfg, s, pid := holderWithEntry(t)
+	s.Close()
+	s = open(t, Holder, cfg)
 	short := cfg
 	short.Timeout = 100 * time.Millisecond
-	s := open(t, Holder, short)
-	if err := unix.Kill(pid, unix.SIGSTOP); err != nil {
-		t.Fatal(err)
-	}
-	wait(t, "all threads of the holder to stop", func() bool {
+	s.(*holderStore).timeout = short.Timeout
+	kit.Must(t, unix.Kill(pid, unix.SIGSTOP))
+	kit.Eventually(t, "stop of all threads of the holder", func() bool {
 		tasks, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/status", pid))
 		for _, task := range tasks {
 			if b, _ := os.ReadFile(task); !strings.Contains(string(b), "State:\tT") {
@@ -285,11 +259,8 @@ func TestStoppedHolderTimesOut(t *testing.T) {
 	if _, err := Holder(short); !errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Errorf("open: got %v, want %v", err, os.ErrDeadlineExceeded)
 	}
-	if err := unix.Kill(pid, unix.SIGCONT); err != nil {
-		t.Fatal(err)
-	}
-	next := open(t, Holder, cfg)
-	if err := next.Put("a", f); err != nil {
+	kit.Must(t, unix.Kill(pid, unix.SIGCONT))
+	if err := open(t, Holder, cfg).Put("a", f); err != nil {
 		t.Error(err)
 	}
 }
@@ -300,17 +271,13 @@ func TestOtherUserIsRefused(t *testing.T) {
 	s := open(t, Holder, cfg)
 	put(t, s, "a", "1")
 	for dir := filepath.Dir(cfg.Socket); dir != os.TempDir(); dir = filepath.Dir(dir) {
-		if err := os.Chmod(dir, 0o711); err != nil {
-			t.Fatal(err)
-		}
+		kit.Must(t, os.Chmod(dir, 0o711))
 	}
 	s.Close()
 	if err := asOther(t, func() error { return dialAndGreet(cfg.Socket) }); !errors.Is(err, unix.EACCES) {
 		t.Errorf("mode of the socket: got %v, want %v", err, unix.EACCES)
 	}
-	if err := os.Chmod(cfg.Socket, 0o666); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, os.Chmod(cfg.Socket, 0o666))
 	if err := asOther(t, func() error { return dialAndGreet(cfg.Socket) }); !errors.Is(err, os.ErrPermission) ||
 		errors.Is(err, unix.EACCES) {
 		t.Errorf("credentials of the peer: got %v, want %v of the holder", err, os.ErrPermission)
@@ -364,7 +331,7 @@ func TestHolderSurvivesHostileMessages(t *testing.T) {
 	s.Close()
 	pid := runningHolder(t, cfg.Socket)
 	before := 0 // descriptors of the holder without connection
-	wait(t, "the end of the connection", func() bool {
+	kit.Eventually(t, "end of the connection", func() bool {
 		n := descriptors(t, pid)
 		defer func() { before = n }()
 		return n == before
@@ -453,12 +420,8 @@ func sendRaw(conn *net.UnixConn, message, oob []byte) error {
 func connect(t testing.TB, socket string) *net.UnixConn {
 	t.Helper()
 	conn, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: socket, Net: "unixpacket"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := conn.SetDeadline(time.Now().Add(testTimeout)); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
+	kit.Must(t, conn.SetDeadline(time.Now().Add(kit.Timeout)))
 	if b, _, err := receive(conn); err != nil || !bytes.Equal(b, []byte{protocolVersion, statusOK}) {
 		t.Fatalf("greeting: got %q, %v", b, err)
 	}
@@ -468,16 +431,14 @@ func connect(t testing.TB, socket string) *net.UnixConn {
 // The next daemon connects before the holder has read the last request of a killed daemon.
 func TestRequestBeforeEndIsExecuted(t *testing.T) {
 	cfg := testConfig(t)
-	for i := range 50 {
+	for i := range 10 {
 		s := open(t, Holder, cfg)
 		if n := len(s.Kept()); n != i {
 			t.Fatalf("entries of daemon %d: got %d", i, n)
 		}
 		f := memfd("x")
 		err := withFD(f, func(fd int) error { return send(s.(*holderStore).conn, opPut, strconv.Itoa(i), fd) })
-		if err != nil {
-			t.Fatal(err)
-		}
+		kit.Must(t, err)
 		f.Close()
 		s.Close()
 	}
@@ -487,11 +448,9 @@ func TestHolderBoundsEntries(t *testing.T) {
 	kit.Long(t)
 	cfg := testConfig(t)
 	s := open(t, Holder, cfg)
-	began := time.Now()
 	for i := range MaxEntries {
 		put(t, s, strconv.Itoa(i), "x")
 	}
-	t.Logf("%d entries put in %v", MaxEntries, time.Since(began))
 	f := memfd("y")
 	defer f.Close()
 	if err := s.Put("more", f); !errors.Is(err, ErrFull) {
@@ -501,9 +460,7 @@ func TestHolderBoundsEntries(t *testing.T) {
 		t.Errorf("replace in a full store: %v", err)
 	}
 	s.Close()
-	began = time.Now()
 	s = open(t, Holder, cfg)
-	t.Logf("%d entries listed in %v", len(s.Kept()), time.Since(began))
 	if n := len(s.Kept()); n != MaxEntries {
 		t.Errorf("entries: got %d, want %d", n, MaxEntries)
 	}
@@ -516,15 +473,6 @@ func TestHolderBoundsEntries(t *testing.T) {
 			t.Errorf("entry %s: got %q, want %q", e.Name, got, want)
 		}
 	}
-	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", runningHolder(t, cfg.Socket)))
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, line := range strings.Split(string(status), "\n") {
-		if strings.HasPrefix(line, "VmRSS") || strings.HasPrefix(line, "RssAnon") {
-			t.Log("holder:", line)
-		}
-	}
 }
 
 // The connection of a mount exists as long as a descriptor of /dev/fuse is open.
@@ -533,19 +481,13 @@ func TestHolderKeepsFUSEConnection(t *testing.T) {
 	cfg := testConfig(t)
 	s := open(t, Holder, cfg)
 	fd, err := unix.Open("/dev/fuse", unix.O_RDWR|unix.O_CLOEXEC, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	f := os.NewFile(uintptr(fd), "/dev/fuse")
 	dir := t.TempDir()
 	options := fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0", fd)
-	if err := unix.Mount("nfsrdmad-test", dir, "fuse", 0, options); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, unix.Mount("nfsrdmad-test", dir, "fuse", 0, options))
 	defer unix.Unmount(dir, unix.MNT_DETACH) //nolint:errcheck // unmounted below if the test passes
-	if err := s.Put("fuse", f); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, s.Put("fuse", f))
 	f.Close()
 	s.Close()
 	s = open(t, Holder, cfg)
@@ -559,31 +501,16 @@ func TestHolderKeepsFUSEConnection(t *testing.T) {
 	if err != nil || n < 8 || b[4] != fuseInit {
 		t.Errorf("first request: got %x, %v; want FUSE_INIT", b[:min(n, 8)], err)
 	}
-	if err := unix.Unmount(dir, 0); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, unix.Unmount(dir, 0))
 	if _, err := f.Read(b); !errors.Is(err, unix.ENODEV) {
 		t.Errorf("read after unmount: got %v, want %v", err, unix.ENODEV)
-	}
-}
-
-func TestRunHolderNeedsDaemon(t *testing.T) {
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
-	out, err := exec.Command(self, "holder").CombinedOutput()
-	if err == nil || !strings.Contains(string(out), "only the daemon starts the holder") {
-		t.Errorf("got %v, %q", err, out)
 	}
 }
 
 func TestHolderOfOtherVersion(t *testing.T) {
 	cfg := testConfig(t)
 	l, err := net.Listen("unixpacket", cfg.Socket)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	defer l.Close()
 	go func() {
 		c, err := l.Accept()

@@ -11,15 +11,11 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
-
-// testTimeout bounds each wait of a test.
-const testTimeout = 30 * time.Second
 
 // TestMain also runs the other processes of the tests, which are this program with an argument.
 func TestMain(m *testing.M) {
@@ -53,14 +49,13 @@ func configAt(socket string) Config {
 		panic(err)
 	}
 	// The holder ignores the argument. holderPID finds the process by it.
-	return Config{Socket: socket, Command: []string{self, "holder", socket}, Timeout: testTimeout}
+	return Config{Socket: socket, Command: []string{self, "holder", socket}, Timeout: kit.Timeout}
 }
 
 // runDaemon opens the store, prints its entries, and executes the commands of its standard input:
 //
 //	put NAME CONTENT
 //	remove NAME
-//	count             replace the entry "state" with larger and larger numbers until killed
 //
 // It prints "ok" or the error after each command.
 func runDaemon(socket string) error {
@@ -79,15 +74,8 @@ func runDaemon(socket string) error {
 			return fmt.Errorf("descriptor %d has no FD_CLOEXEC", fd)
 		}
 	}
-	last := 0
 	for _, e := range s.Kept() {
-		content := contentOf(e.File)
-		fmt.Printf("kept %s %s\n", e.Name, content)
-		if e.Name == "state" {
-			if last, err = strconv.Atoi(content); err != nil {
-				return err
-			}
-		}
+		fmt.Printf("kept %s %s\n", e.Name, contentOf(e.File))
 	}
 	fmt.Println("ready", s)
 	for in := bufio.NewScanner(os.Stdin); in.Scan(); {
@@ -97,15 +85,6 @@ func runDaemon(socket string) error {
 			err = s.Put(f[1], memfd(f[2]))
 		case "remove":
 			err = s.Remove(f[1])
-		case "count":
-			for i := last + 1; ; i++ {
-				file := memfd(strconv.Itoa(i))
-				if err := s.Put("state", file); err != nil {
-					return err
-				}
-				file.Close()
-				fmt.Println("stored", i)
-			}
 		}
 		if err != nil {
 			fmt.Println(err)
@@ -151,9 +130,7 @@ type daemon struct {
 func startDaemon(t testing.TB, socket string, prepare func(*exec.Cmd), started func(pid int)) *daemon {
 	t.Helper()
 	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	d := &daemon{t: t, kept: make(map[string]string)}
 	d.cmd = exec.Command("/bin/sh", "-c", `LISTEN_PID=$$ exec "$@"`, "sh", self, "daemon", socket)
 	d.cmd.Stderr = os.Stderr
@@ -162,15 +139,11 @@ func startDaemon(t testing.TB, socket string, prepare func(*exec.Cmd), started f
 		t.Fatal(err)
 	}
 	out, err := d.cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	d.out = bufio.NewScanner(out)
 	prepare(d.cmd)
 	err = d.cmd.Start()
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	started(d.cmd.Process.Pid)
 	t.Cleanup(d.kill)
 	for {
@@ -195,18 +168,13 @@ func (d *daemon) line() string {
 	return d.out.Text()
 }
 
-func (d *daemon) send(command string) {
-	d.t.Helper()
-	if _, err := fmt.Fprintln(d.in, command); err != nil {
-		d.t.Fatal(err)
-	}
-}
-
 // do executes commands, which must succeed.
 func (d *daemon) do(commands ...string) {
 	d.t.Helper()
 	for _, c := range commands {
-		d.send(c)
+		if _, err := fmt.Fprintln(d.in, c); err != nil {
+			d.t.Fatal(err)
+		}
 		if got := d.line(); got != "ok" {
 			d.t.Fatalf("%s: got %s, want ok", c, got)
 		}
@@ -223,9 +191,7 @@ func (d *daemon) kill() {
 func holderPID(t testing.TB, socket string) int {
 	t.Helper()
 	dirs, err := filepath.Glob("/proc/[0-9]*")
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	for _, dir := range dirs {
 		if comm, _ := os.ReadFile(dir + "/comm"); string(comm) != holderComm+"\n" {
 			continue
@@ -243,7 +209,7 @@ func holderPID(t testing.TB, socket string) int {
 func runningHolder(t testing.TB, socket string) int {
 	t.Helper()
 	var pid int
-	wait(t, "the holder to run", func() bool { pid = holderPID(t, socket); return pid != 0 })
+	kit.Eventually(t, "holder", func() bool { pid = holderPID(t, socket); return pid != 0 })
 	t.Cleanup(func() {
 		if holderPID(t, socket) == pid {
 			_ = unix.Kill(pid, unix.SIGKILL)
@@ -252,22 +218,10 @@ func runningHolder(t testing.TB, socket string) int {
 	return pid
 }
 
-// wait waits until cond returns true.
-func wait(t testing.TB, what string, cond func() bool) {
-	t.Helper()
-	for deadline := time.Now().Add(testTimeout); !cond(); time.Sleep(2 * time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatalf("waited %v for %s", testTimeout, what)
-		}
-	}
-}
-
 // descriptors returns the number of open descriptors of a process.
 func descriptors(t testing.TB, pid int) int {
 	t.Helper()
 	all, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	return len(all)
 }

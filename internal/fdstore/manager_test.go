@@ -13,6 +13,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A manager receives notifications and keeps descriptors as systemd does for a service with
@@ -49,13 +51,9 @@ func startManager(t testing.TB, limit int) *manager {
 func startManagerAt(t testing.TB, socket string, limit int) *manager {
 	t.Helper()
 	conn, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: socket, Net: "unixgram"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	err = withFD(conn, func(fd int) error { return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_PASSCRED, 1) })
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	m := &manager{t: t, conn: conn, done: make(chan struct{}), max: limit, mainPID: os.Getpid()}
 	go m.run()
 	t.Cleanup(func() {
@@ -197,7 +195,7 @@ func (m *manager) sync(discard bool) {
 	m.mu.Lock()
 	m.discard = discard
 	m.mu.Unlock()
-	n, err := dialNotify(m.conn.LocalAddr().String(), testTimeout)
+	n, err := dialNotify(m.conn.LocalAddr().String(), kit.Timeout)
 	if err != nil {
 		m.t.Fatal(err)
 	}

@@ -79,9 +79,7 @@ func TestSystemdFull(t *testing.T) {
 			if got := fmt.Sprint(m.labels()); got != "[a@1 b@1 c@1]" {
 				t.Errorf("descriptors in systemd: got %s, want [a@1 b@1 c@1]", got)
 			}
-			if err := s.Remove("b"); err != nil {
-				t.Fatal(err)
-			}
+			kit.Must(t, s.Remove("b"))
 			if err := s.Put("a", f); err != nil {
 				t.Errorf("put with a free place: %v", err)
 			}
@@ -95,9 +93,8 @@ func TestSystemdFull(t *testing.T) {
 // systemd is busy for longer than the timeout. It executes the messages later.
 func TestSystemdTimeout(t *testing.T) {
 	m := startManager(t, 8)
-	cfg := testConfig(t)
-	cfg.Timeout = 50 * time.Millisecond
-	s := open(t, Systemd, cfg)
+	s := open(t, Systemd, testConfig(t))
+	s.(*systemdStore).timeout = 50 * time.Millisecond
 	f, g := memfd("1"), memfd("2")
 	defer f.Close()
 	defer g.Close()
@@ -110,10 +107,8 @@ func TestSystemdTimeout(t *testing.T) {
 			t.Errorf("put: got %v, want %v", err, os.ErrDeadlineExceeded)
 		}
 	}
-	s.(*systemdStore).timeout = testTimeout
-	if err := s.Put("a", f); err != nil {
-		t.Fatal(err)
-	}
+	s.(*systemdStore).timeout = kit.Timeout
+	kit.Must(t, s.Put("a", f))
 	if labels := m.labels(); len(labels) != 1 {
 		t.Fatalf("descriptors in systemd: got %v, want one", labels)
 	}
@@ -162,18 +157,14 @@ func TestSystemdKeepsFUSEDescriptorWithError(t *testing.T) {
 	m := startManager(t, 8)
 	s := open(t, Systemd, testConfig(t))
 	fd, err := unix.Open("/dev/fuse", unix.O_RDWR|unix.O_CLOEXEC, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	f := os.NewFile(uintptr(fd), "/dev/fuse")
 	defer f.Close()
 	p := []unix.PollFd{{Fd: int32(fd)}}
 	if _, err := unix.Poll(p, 0); err != nil || p[0].Revents&unix.POLLERR == 0 {
 		t.Fatalf("poll: got events %#x, %v; want POLLERR, for this test to have a meaning", p[0].Revents, err)
 	}
-	if err := s.Put("fuse", f); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, s.Put("fuse", f))
 	if got := fmt.Sprint(m.labels()); got != "[fuse@1]" {
 		t.Errorf("descriptors in systemd: got %s, want [fuse@1]", got)
 	}
