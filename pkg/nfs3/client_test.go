@@ -313,33 +313,6 @@ func TestCallsDoNotAllocate(t *testing.T) {
 	}
 }
 
-func BenchmarkReadDirPlusDecode(b *testing.B) {
-	reply := okHex + postDirHex + verfHex
-	for range 100 {
-		reply += entryHex + postHex + "00000001" + fh2Hex
-	}
-	c := NewClient(&echo{result: unhex(reply + "00000000 00000000")}, Options{})
-	var res ReadDirResult
-	b.ReportAllocs()
-	for b.Loop() {
-		if err := c.ReadDirPlus(context.Background(), cred, fh1, 0, verf1, 8192, 32768, &res,
-			func(*DirEntry) bool { return true }); err != nil {
-			b.Fatal(err)
-		}
-	}
-}
-
-func BenchmarkGetAttrCodec(b *testing.B) {
-	c := NewClient(&echo{result: unhex(okHex + attrHex)}, Options{})
-	var attr Attr
-	b.ReportAllocs()
-	for b.Loop() {
-		if err := c.GetAttr(context.Background(), cred, fh1, &attr); err != nil {
-			b.Fatal(err)
-		}
-	}
-}
-
 // TestReadPieces reads into memory in several pieces, with data in the reply and data that the
 // transport places.
 func TestReadPieces(t *testing.T) {

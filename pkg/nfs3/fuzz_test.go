@@ -52,84 +52,12 @@ func FuzzNFSReply(f *testing.F) {
 	})
 }
 
-// callAny calls the procedure and checks that its results are in range.
+// callAny calls the procedure and checks that its results are in range. A failed listing must
+// deliver no entry.
 func callAny(t *testing.T, c *Client, p Proc, size int) error {
-	ctx := context.Background()
-	buf := make([]byte, 300)
-	switch p {
-	case ProcNull:
-		return c.Null(ctx, cred)
-	case ProcGetAttr:
-		var res Attr
-		err := c.GetAttr(ctx, cred, fh1, &res)
-		checkAttr(t, &res, err == nil)
-		return err
-	case ProcSetAttr:
-		return c.SetAttr(ctx, cred, fh1, &SetAttr{}, nil, new(WccData))
-	case ProcLookup:
-		var res LookupResult
-		err := c.Lookup(ctx, cred, fh1, "n", &res)
-		if err == nil && res.FH.IsZero() {
-			t.Fatal("LOOKUP: got success without a handle")
-		}
-		return err
-	case ProcAccess:
-		return c.Access(ctx, cred, fh1, 0x3f, new(AccessResult))
-	case ProcReadLink:
-		var res ReadLinkResult
-		err := c.ReadLink(ctx, cred, fh1, buf, &res)
-		if err == nil && (res.N < 0 || res.N > len(buf)) {
-			t.Fatalf("READLINK: got %d bytes, buffer has %d", res.N, len(buf))
-		}
-		return err
-	case ProcRead:
-		var res ReadResult
-		err := c.Read(ctx, cred, fh1, 0, buf, &res)
-		if err == nil && (res.N < 0 || res.N > len(buf)) {
-			t.Fatalf("READ: got %d bytes, buffer has %d", res.N, len(buf))
-		}
-		return err
-	case ProcWrite:
-		var res WriteResult
-		err := c.Write(ctx, cred, fh1, 0, buf, Unstable, &res)
-		if err == nil && (res.Count == 0 || res.Count > uint32(len(buf)) || res.Committed > FileSync) {
-			t.Fatalf("WRITE: got invalid result %+v", res)
-		}
-		return err
-	case ProcCreate:
-		return c.Create(ctx, cred, fh1, "n", &CreateHow{}, new(CreateResult))
-	case ProcMkdir:
-		return c.Mkdir(ctx, cred, fh1, "n", &SetAttr{}, new(CreateResult))
-	case ProcSymlink:
-		return c.Symlink(ctx, cred, fh1, "n", "t", &SetAttr{}, new(CreateResult))
-	case ProcMknod:
-		return c.Mknod(ctx, cred, fh1, "n", NF3FIFO, &SetAttr{}, Device{}, new(CreateResult))
-	case ProcRemove:
-		return c.Remove(ctx, cred, fh1, "n", new(WccData))
-	case ProcRmdir:
-		return c.Rmdir(ctx, cred, fh1, "n", new(WccData))
-	case ProcRename:
-		return c.Rename(ctx, cred, fh1, "n", fh2, "m", new(RenameResult))
-	case ProcLink:
-		return c.Link(ctx, cred, fh1, fh2, "m", new(LinkResult))
-	case ProcReadDir, ProcReadDirPlus:
-		return callReadDir(ctx, t, c, p, size)
-	case ProcFSStat:
-		return c.FSStat(ctx, cred, fh1, new(FSStatResult))
-	case ProcFSInfo:
-		return c.FSInfo(ctx, cred, fh1, new(FSInfoResult))
-	case ProcPathConf:
-		return c.PathConf(ctx, cred, fh1, new(PathConfResult))
-	default:
-		return c.Commit(ctx, cred, fh1, 0, 0, new(CommitResult))
-	}
-}
-
-// callReadDir lists a directory and checks the entries. A failed call must deliver none.
-func callReadDir(ctx context.Context, t *testing.T, c *Client, p Proc, size int) (err error) {
-	var res ReadDirResult
 	delivered := 0
-	each := func(e *DirEntry) bool {
+	x := calls{ctx: context.Background(), buf: make([]byte, 300), dirCount: 4096, maxCount: 4096}
+	x.each = func(e *DirEntry) bool {
 		delivered++
 		if !validName(e.Name) || len(e.Name) > MaxName || e.FH.Len() > FHSize || e.HasFH && e.FH.IsZero() {
 			t.Fatalf("got invalid entry %+v", e)
@@ -137,15 +65,23 @@ func callReadDir(ctx context.Context, t *testing.T, c *Client, p Proc, size int)
 		checkAttr(t, &e.Attr.Attr, e.Attr.Present)
 		return true
 	}
-	if p == ProcReadDir {
-		err = c.ReadDir(ctx, cred, fh1, 0, Verifier{}, 4096, &res, each)
-	} else {
-		err = c.ReadDirPlus(ctx, cred, fh1, 0, Verifier{}, 4096, 4096, &res, each)
+	err := x.call(c, p)
+	if err != nil && delivered != 0 || err == nil && delivered != x.dir.Entries || delivered > size/20 {
+		t.Fatalf("%v: delivered %d entries, counted %d in %d bytes, error %v", p, delivered, x.dir.Entries, size, err)
 	}
-	if err != nil && delivered != 0 || err == nil && delivered != res.Entries || delivered > size/20 {
-		t.Fatalf("%v: delivered %d entries, counted %d in %d bytes, error %v", p, delivered, res.Entries, size, err)
+	if err != nil {
+		return err
 	}
-	return err
+	checkAttr(t, &x.attr, p == ProcGetAttr)
+	switch {
+	case p == ProcLookup && x.look.FH.IsZero():
+		t.Fatal("LOOKUP: got success without a handle")
+	case x.link.N < 0 || x.link.N > len(x.buf) || x.rd.N < 0 || x.rd.N > len(x.buf):
+		t.Fatalf("%v: got %d or %d bytes, buffer has %d", p, x.link.N, x.rd.N, len(x.buf))
+	case p == ProcWrite && (x.wr.Count == 0 || x.wr.Count > uint32(len(x.buf)) || x.wr.Committed > FileSync):
+		t.Fatalf("WRITE: got invalid result %+v", x.wr)
+	}
+	return nil
 }
 
 func checkAttr(t *testing.T, a *Attr, present bool) {

@@ -126,25 +126,3 @@ func FuzzArgs(f *testing.F) {
 		}
 	})
 }
-
-// Results that a server appends are those that the client reads.
-func TestServerResults(t *testing.T) {
-	attr := attr1
-	d := reader{sunrpc.NewDecoder(AppendPostOpAttr(AppendWcc(nil, &WccAttr{1, Time3{2, 3}, Time3{4, 5}}, &attr), nil))}
-	var w WccData
-	var p PostOpAttr
-	d.wcc(&w)
-	d.postOpAttr(&p)
-	want := WccData{HasBefore: true, Before: WccAttr{1, Time3{2, 3}, Time3{4, 5}}, HasAfter: true, After: attr}
-	if d.Err() != nil || d.Remaining() != 0 || w != want || p.Present {
-		t.Errorf("got %+v, %+v, error %v", w, p, d.Err())
-	}
-	var fh FH
-	h := fh2
-	d = reader{sunrpc.NewDecoder(AppendPostOpFH(AppendFH(nil, &h), &h))}
-	d.fh(&fh)
-	var again FH
-	if !d.postOpFH(&again) || fh != h || again != h || d.Err() != nil {
-		t.Errorf("got handles %v and %v, error %v", fh, again, d.Err())
-	}
-}

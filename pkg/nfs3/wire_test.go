@@ -268,33 +268,3 @@ func TestTruncatedReplies(t *testing.T) {
 		}
 	}
 }
-
-// TestMaxResults compares the constants with sizes that were computed by hand from RFC 1813.
-func TestMaxResults(t *testing.T) {
-	for _, c := range []struct {
-		name      string
-		got, want int
-	}{
-		{"NULL", MaxResultNull, 0},
-		{"GETATTR", MaxResultGetAttr, 88},
-		{"SETATTR", MaxResultSetAttr, 120},
-		{"LOOKUP", MaxResultLookup, 248},
-		{"ACCESS", MaxResultAccess, 96},
-		{"READLINK", MaxResultReadLink, 96},
-		{"READ", MaxResultRead, 104},
-		{"WRITE", MaxResultWrite, 136},
-		{"CREATE", MaxResultCreate, 280},
-		{"REMOVE", MaxResultRemove, 120},
-		{"RENAME", MaxResultRename, 236},
-		{"LINK", MaxResultLink, 208},
-		{"READDIR", MaxResultReadDir(0), 100},
-		{"FSSTAT", MaxResultFSStat, 144},
-		{"FSINFO", MaxResultFSInfo, 140},
-		{"PATHCONF", MaxResultPathConf, 116},
-		{"COMMIT", MaxResultCommit, 128},
-	} {
-		if c.got != c.want {
-			t.Errorf("%s: got %d bytes, want %d", c.name, c.got, c.want)
-		}
-	}
-}

@@ -28,9 +28,7 @@ func TestMain(m *testing.M) { kit.Main(m) }
 func peer(t *testing.T, serve func(conn net.Conn)) int {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	var all sync.WaitGroup
 	var mu sync.Mutex
 	var conns []net.Conn
@@ -80,16 +78,6 @@ func results(t *testing.T, hexResults string) int {
 	return replies(t, func(xid uint32) []byte {
 		return append(sunrpc.AppendAcceptedReply(nil, xid, sunrpc.Success), kit.Unhex(hexResults)...)
 	})
-}
-
-func closedPort(t *testing.T) int {
-	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer ln.Close()
-	return ln.Addr().(*net.TCPAddr).Port
 }
 
 func args(port int) Args {
@@ -222,7 +210,7 @@ func TestServersWithoutRPC(t *testing.T) {
 		{"record of 2 GiB", sends("\xff\xff\xff\xff"), Protocol, 0, rpctcp.ErrRecord, ""},
 		{"empty fragments", sends(emptyFragments), Protocol, 0, rpctcp.ErrRecord, ""},
 		{"random bytes", sends("\x12\x9e\x61\x07\xaf\x08\x77\xfe\x00\x13\x5b\x20"), Protocol, 0, rpctcp.ErrRecord, ""},
-		{"closed port", closedPort(t), MountdUnreachable, 0, syscall.ECONNREFUSED, "mountport="},
+		{"closed port", int(kit.ClosedPort(t).Port()), MountdUnreachable, 0, syscall.ECONNREFUSED, "mountport="},
 	} {
 		x.check(t)
 	}
@@ -313,7 +301,7 @@ func TestPortMapperReplies(t *testing.T) {
 		{"port 65536", results(t, "00010000"), Protocol, "65536"},
 		{"port -1", results(t, "ffffffff"), Protocol, ""},
 		{"no port", results(t, ""), Protocol, ""},
-		{"closed", closedPort(t), PortmapUnreachable, "start rpcbind"},
+		{"closed", int(kit.ClosedPort(t).Port()), PortmapUnreachable, "start rpcbind"},
 		{"HTTP", web, Protocol, ""},
 	} {
 		t.Run(x.name, func(t *testing.T) {

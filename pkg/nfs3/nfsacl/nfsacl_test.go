@@ -48,17 +48,13 @@ func TestSetSendsWireFormat(t *testing.T) {
 	f := &fixed{result: kit.Unhex("00000000 00000000")}
 	var attr nfs3.PostOpAttr
 	acls := ACLs{Mask: MaskAccess | MaskDefault, Access: minimal, Default: extended}
-	if err := NewClient(f, nil).Set(t.Context(), nil, fh, &acls, owner, &attr); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, NewClient(f, nil).Set(t.Context(), nil, fh, &acls, owner, &attr))
 	want := kit.Unhex("00000004 01020304 00000005" + minimalWire + extendedDefaultWire)
 	if !bytes.Equal(f.args, want) {
 		t.Errorf("arguments of SETACL: got %x\nwant %x", f.args, want)
 	}
 	var args Args
-	if err := ParseArgs(ProcSetACL, f.args, &args); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, ParseArgs(ProcSetACL, f.args, &args))
 	if args.FH != fh || !reflect.DeepEqual(args.ACLs, acls) {
 		t.Errorf("parsed arguments of SETACL: got %+v, want %+v", args, acls)
 	}
