@@ -58,28 +58,20 @@ func checkDamaged(t *testing.T, what string, at int, mem []byte, valid []map[Slo
 
 func TestDamageIsDetected(t *testing.T) {
 	valid, want := fileToDamage(t)
-	detected := 0
 	for at := range valid {
-		for _, mask := range []byte{1, 0x80, 0xff, byte(rand.IntN(255) + 1)} {
-			mem := bytes.Clone(valid)
-			mem[at] ^= mask
-			found := checkDamaged(t, "byte changed", at, mem, want)
-			if at < headerBytes && !found {
-				t.Errorf("byte %d of the header changed by %#x: not detected", at, mask)
-			}
-			if found {
-				detected++
-			}
+		mask := []byte{1, 0x80, 0xff}[at%3]
+		mem := bytes.Clone(valid)
+		mem[at] ^= mask
+		if !checkDamaged(t, "byte changed", at, mem, want) && at < headerBytes {
+			t.Errorf("byte %d of the header changed by %#x: not detected", at, mask)
 		}
 	}
+	words := rand.New(rand.NewPCG(1, 1))
 	for at := 0; at+8 <= len(valid); at += 8 {
-		for range 4 {
-			mem := bytes.Clone(valid)
-			binary.NativeEndian.PutUint64(mem[at:], rand.Uint64())
-			checkDamaged(t, "word changed", at, mem, want)
-		}
+		mem := bytes.Clone(valid)
+		binary.NativeEndian.PutUint64(mem[at:], words.Uint64())
+		checkDamaged(t, "word changed", at, mem, want)
 	}
-	t.Logf("%d bytes: %d of %d changes of a byte detected", len(valid), detected, 4*len(valid))
 }
 
 // FuzzOpen opens any content as a file. With fix it first corrects the checksum of the header.

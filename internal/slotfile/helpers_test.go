@@ -5,8 +5,9 @@ import (
 	"os"
 	"slices"
 	"testing"
-	"time"
 	"unsafe"
+
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 const testSchema = 7
@@ -20,9 +21,7 @@ var testSpecs = []TableSpec{
 func mustCreate(tb testing.TB, specs []TableSpec) *File {
 	tb.Helper()
 	f, err := Create("test", testSchema, specs)
-	if err != nil {
-		tb.Fatal(err)
-	}
+	kit.Must(tb, err)
 	tb.Cleanup(func() {
 		if err := f.Close(); err != nil && !errors.Is(err, os.ErrClosed) {
 			tb.Error(err)
@@ -34,37 +33,30 @@ func mustCreate(tb testing.TB, specs []TableSpec) *File {
 func mustDescriptor(tb testing.TB, f *File) *os.File {
 	tb.Helper()
 	d, err := f.Descriptor()
-	if err != nil {
-		tb.Fatal(err)
-	}
+	kit.Must(tb, err)
 	tb.Cleanup(func() { d.Close() })
 	return d
 }
 
-// mustOpen opens the file of d. It retries while the kernel releases the lock of a killed process.
-func mustOpen(tb testing.TB, d *os.File, specs []TableSpec) *File {
+// mustOpen opens the file of d. It waits while the kernel releases the lock of a killed process.
+func mustOpen(tb testing.TB, d *os.File, specs []TableSpec) (f *File) {
 	tb.Helper()
-	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(time.Millisecond) {
-		f, err := Open(d, testSchema, specs)
-		if errors.Is(err, ErrLocked) && time.Now().Before(deadline) {
-			tb.Log("the lock of the earlier process still exists")
-			continue
-		}
-		if err != nil {
+	kit.Eventually(tb, "lock of the file", func() bool {
+		var err error
+		if f, err = Open(d, testSchema, specs); err != nil && !errors.Is(err, ErrLocked) {
 			tb.Fatal(err)
 		}
-		tb.Cleanup(func() { f.Close() })
-		return f
-	}
+		return err == nil
+	})
+	tb.Cleanup(func() { f.Close() })
+	return f
 }
 
 // reopened closes f and opens the file again.
 func reopened(tb testing.TB, f *File, specs []TableSpec) *File {
 	tb.Helper()
 	d := mustDescriptor(tb, f)
-	if err := f.Close(); err != nil {
-		tb.Fatal(err)
-	}
+	kit.Must(tb, f.Close())
 	return mustOpen(tb, d, specs)
 }
 
@@ -78,15 +70,11 @@ func aligned(n int) []byte {
 func heapFile(tb testing.TB, specs []TableSpec) *File {
 	tb.Helper()
 	offsets, size, err := place(specs)
-	if err != nil {
-		tb.Fatal(err)
-	}
+	kit.Must(tb, err)
 	mem := aligned(int(size))
 	copy(mem, header(testSchema, specs, offsets, size))
 	f, err := load(mem, testSchema, specs, func(int64, int64) error { return nil })
-	if err != nil {
-		tb.Fatal(err)
-	}
+	kit.Must(tb, err)
 	return f
 }
 
@@ -100,9 +88,7 @@ func loadCopy(mem []byte, specs []TableSpec) (*File, error) {
 func mustAlloc(tb testing.TB, table *Table) Slot {
 	tb.Helper()
 	s, err := table.Alloc()
-	if err != nil {
-		tb.Fatal(err)
-	}
+	kit.Must(tb, err)
 	return s
 }
 

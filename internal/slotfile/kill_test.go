@@ -1,169 +1,135 @@
 package slotfile
 
 import (
+	"bytes"
 	"fmt"
-	"math/rand/v2"
+	"maps"
 	"os"
 	"os/exec"
-	"sync"
+	"syscall"
 	"testing"
-	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-const (
-	killRole = "kill"
+// childEnv makes this binary the process that a test kills.
+const childEnv = "SLOTFILE_TEST_CHILD"
 
-	killWriters = 4
-	killSlots   = 400
-	// killChunk makes the table grow often.
-	killChunk = 5
-)
-
-// A large record makes it likely that a kill hits a store to a record.
-var killSpecs = []TableSpec{{Name: "nodes", RecordBytes: 1501, Counters: 1, MaxSlots: killSlots}}
-
-// child runs a child process of a test until the parent kills it. It has the file in descriptor 3,
-// the model in descriptor 4, and a pipe to the parent in descriptor 5.
-func child(role string) {
-	file, shared, pipe := os.NewFile(3, "file"), os.NewFile(4, "model"), os.NewFile(5, "pipe")
-	var err error
-	switch role {
-	case killRole:
-		err = writeUntilKilled(file, shared, pipe)
-	default:
-		err = fmt.Errorf("unknown role %q", role)
+func TestMain(m *testing.M) {
+	if os.Getenv(childEnv) != "" {
+		fmt.Fprintln(os.Stderr, "child:", writeAndDie(os.NewFile(3, "file")))
+		os.Exit(1)
 	}
-	fmt.Fprintln(os.Stderr, "child:", err)
-	os.Exit(3)
+	kit.Main(m)
 }
 
-func writeUntilKilled(file, shared, pipe *os.File) error {
-	f, err := Open(file, testSchema, killSpecs)
+// writeAndDie changes the records of an earlier process and kills itself.
+func writeAndDie(d *os.File) error {
+	f, err := Open(d, testSchema, testSpecs)
 	if err != nil {
 		return err
 	}
-	table := f.Table("nodes")
-	table.chunk = killChunk
-	m, err := mapModel(shared, killSlots)
-	if err != nil {
+	nodes := f.Table("nodes")
+	nodes.Put(0, pad(nodes, "changed"))
+	nodes.AddUint64(0, 1, 5)
+	nodes.Free(1)
+	for _, text := range []string{"new", "newer"} {
+		s, err := nodes.Alloc()
+		if err != nil {
+			return err
+		}
+		nodes.Put(s, pad(nodes, text))
+	}
+	if _, err := nodes.Alloc(); err != nil { // a slot without record
 		return err
 	}
-	writers, err := newWriters(table, m, killWriters, killSlots)
-	if err != nil {
-		return err
-	}
-	if _, err := pipe.Write([]byte{1}); err != nil {
-		return err
-	}
-	failed := make(chan error)
-	var work sync.WaitGroup
-	for _, w := range writers {
-		work.Go(func() {
-			for {
-				if err := w.step(); err != nil {
-					failed <- err
-				}
-			}
-		})
-	}
-	return <-failed
+	return syscall.Kill(os.Getpid(), syscall.SIGKILL)
 }
 
-// newWriters divides the records of the table among n writers.
-func newWriters(table *Table, m *model, n, slots int) ([]*writer, error) {
-	var all []*writer
-	for range n {
-		w := &writer{table: table, model: m, rng: rand.New(rand.NewPCG(rand.Uint64(), 1)), most: slots / n}
-		w.record = make([]byte, table.record)
-		all = append(all, w)
-	}
-	i := 0
-	err := table.Each(func(s Slot, _ []byte) {
-		all[i%n].own = append(all[i%n].own, s)
-		i++
-	})
-	return all, err
-}
-
-// startChild starts the test binary as a child with that role. The caller kills it.
-func startChild(t *testing.T, role string, file, shared *os.File) (*exec.Cmd, *os.File) {
-	t.Helper()
-	r, w, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer w.Close()
-	c := exec.Command("/proc/self/exe")
-	c.Env = append(os.Environ(), childEnv+"="+role)
-	c.ExtraFiles = []*os.File{file, shared, w}
-	c.Stderr = os.Stderr
-	if err := c.Start(); err != nil {
-		r.Close()
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { r.Close() })
-	return c, r
-}
-
-// TestRecordsSurviveKill kills a process that writes at a random time, compares the file with what
-// the process told about its operations, and starts the next process on the same file.
+// TestRecordsSurviveKill kills a process that has the file open and has changed records.
 func TestRecordsSurviveKill(t *testing.T) {
-	rounds, perFile := 200, 20
-	if testing.Short() {
-		rounds, perFile = 20, 10
+	f := mustCreate(t, testSpecs)
+	nodes := f.Table("nodes")
+	for _, text := range []string{"zero", "one"} {
+		mustPut(t, nodes, text)
 	}
-	var (
-		f      *File
-		file   *os.File
-		shared *os.File
-		m      *model
-		ops    uint64
-		early  int
-	)
-	for round := range rounds {
-		if round%perFile == 0 {
-			f = mustCreate(t, killSpecs)
-			file = mustDescriptor(t, f)
-			shared, m = newModel(t, killSlots)
-		}
-		before := f.Restarts()
-		if err := f.Close(); err != nil {
-			t.Fatal(err)
-		}
-		c, pipe := startChild(t, killRole, file, shared)
-		delay := rand.N(3 * time.Millisecond)
-		if round%4 == 0 {
-			delay = rand.N(30 * time.Millisecond) // perhaps before Open
-		} else if _, err := pipe.Read(make([]byte, 1)); err != nil {
-			t.Errorf("round %d: the child did not start: %v", round, err)
-		}
-		time.Sleep(delay)
-		if err := c.Process.Kill(); err != nil {
-			t.Fatal(err)
-		}
-		if err := c.Wait(); c.ProcessState.Exited() {
-			t.Fatalf("round %d: child ended before it was killed: %v", round, err)
-		}
-		pipe.Close()
+	d := mustDescriptor(t, f)
+	kit.Must(t, f.Close())
+	c := exec.Command("/proc/self/exe")
+	c.Env = append(os.Environ(), childEnv+"=1")
+	c.ExtraFiles = []*os.File{d}
+	c.Stderr = os.Stderr
+	if err := c.Run(); c.ProcessState.Exited() {
+		t.Fatalf("child ended before it was killed: %v", err)
+	}
+	f = mustOpen(t, d, testSpecs)
+	nodes = f.Table("nodes")
+	if got, want := records(t, nodes), map[Slot]string{0: "changed", 1: "new", 2: "newer"}; !maps.Equal(got, want) {
+		t.Errorf("records: got %v, want %v", got, want)
+	}
+	if n := nodes.LoadUint64(0, 1); n != 5 || f.Restarts() != 2 {
+		t.Errorf("got counter %d, %d restarts; want 5, 2", n, f.Restarts())
+	}
+	if s := mustAlloc(t, nodes); s != 3 {
+		t.Errorf("slot without a record: got %d, want 3", s)
+	}
+}
 
-		f = mustOpen(t, file, killSpecs)
-		restarts := f.Restarts() - before
-		if restarts == 1 {
-			early++
+// TestTornWritesKeepRecords loads a file with each part of the stores of a change. The slot has the
+// record of before or after the change, and the other slots are as before.
+func TestTornWritesKeepRecords(t *testing.T) {
+	for name, change := range map[string]func(table *Table) (s Slot, after string){
+		"Put": func(table *Table) (Slot, string) {
+			table.Put(1, pad(table, "changed record"))
+			return 1, "changed record"
+		},
+		"Free": func(table *Table) (Slot, string) { table.Free(1); return 1, "" },
+		"Alloc and Put": func(table *Table) (Slot, string) {
+			s := mustAlloc(t, table)
+			table.Put(s, pad(table, "new record"))
+			return s, "new record"
+		},
+	} {
+		f := heapFile(t, testSpecs)
+		nodes := f.Table("nodes")
+		for i := range 3 {
+			s := mustPut(t, nodes, fmt.Sprint("old ", i))
+			nodes.Put(s, pad(nodes, fmt.Sprint("record ", i)))
 		}
-		if restarts < 1 || restarts > 2 {
-			t.Errorf("round %d: restart count increased by %d, want 1 or 2", round, restarts)
+		steps := [][]byte{bytes.Clone(f.mem)}
+		before := records(t, nodes)
+		nodes.step = func() { steps = append(steps, bytes.Clone(f.mem)) }
+		s, text := change(nodes)
+		steps = append(steps, f.mem)
+		after := maps.Clone(before)
+		if after[s] = text; text == "" {
+			delete(after, s)
 		}
-		if err := m.check(f.Table("nodes"), true); err != nil {
-			t.Fatalf("round %d: %v", round, err)
-		}
-		if round%perFile == perFile-1 {
-			ops += m.ops.Load()
-			f.Close()
+		for i, mem := range partial(steps, int(nodes.offset)+int(s)*nodes.slotBytes) {
+			loaded, err := loadCopy(mem, testSpecs)
+			if err != nil {
+				t.Fatalf("%s, image %d: %v", name, i, err)
+			}
+			if got := records(t, loaded.Table("nodes")); !maps.Equal(got, before) && !maps.Equal(got, after) {
+				t.Errorf("%s, image %d: got %v, want %v or %v", name, i, got, before, after)
+			}
 		}
 	}
-	t.Logf("%d rounds, %d operations; %d kills before Open was complete", rounds, ops, early)
-	if ops < uint64(rounds) {
-		t.Errorf("got %d operations in %d rounds", ops, rounds)
+}
+
+// partial returns the images of a file with each part of the changes of each step. The state, which
+// is one word, may be the first change of its step.
+func partial(steps [][]byte, state int) (images [][]byte) {
+	for i, next := range steps[1:] {
+		image := bytes.Clone(steps[i])
+		copy(image[state:state+8], next[state:])
+		images = append(images, bytes.Clone(image))
+		for at := range next {
+			if image[at] != next[at] {
+				image[at] = next[at]
+				images = append(images, bytes.Clone(image))
+			}
+		}
 	}
+	return images
 }

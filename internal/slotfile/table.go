@@ -26,6 +26,7 @@ const (
 type Table struct {
 	name      string
 	seed      uint32 // initial value of checksums, for this table
+	step      func() // for tests: runs between the stores of Put
 	mem       []byte // slots of the table, up to the maximum
 	offset    int64  // of mem in the file
 	slotBytes int
@@ -171,6 +172,9 @@ func (t *Table) Put(s Slot, record []byte) {
 	seq := following(uint32(old))
 	c := t.copyOf(b, seq)
 	copy(c, record)
+	if t.step != nil {
+		t.step()
+	}
 	// The checksum is that of c and not of record, so that the caller's record stays on its stack.
 	state.Store(uint64(t.sum(s, seq, c))<<32 | uint64(seq))
 	if old == 0 {

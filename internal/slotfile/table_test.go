@@ -12,6 +12,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 func TestRecordsSurviveReopen(t *testing.T) {
@@ -61,16 +63,6 @@ func TestCountersOfNewSlotAreZero(t *testing.T) {
 	nodes.Free(s)
 	if again := mustAlloc(t, nodes); again != s || nodes.LoadUint64(s, 0) != 0 || nodes.LoadUint64(s, 1) != 0 {
 		t.Errorf("counters of slot %d: got %d and %d, want 0", again, nodes.LoadUint64(s, 0), nodes.LoadUint64(s, 1))
-	}
-}
-
-func TestRestartsAreCounted(t *testing.T) {
-	f := mustCreate(t, testSpecs)
-	for want := range uint32(5) {
-		if got := f.Restarts(); got != want {
-			t.Errorf("restarts: got %d, want %d", got, want)
-		}
-		f = reopened(t, f, testSpecs)
 	}
 }
 
@@ -138,9 +130,7 @@ func TestMemoryIsAllocatedInChunks(t *testing.T) {
 	mustPut(t, f.Table("b"), "b")
 	f = reopened(t, f, specs)
 	var st unix.Stat_t
-	if err := unix.Fstat(f.fd, &st); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, unix.Fstat(f.fd, &st))
 	if used := st.Blocks * 512; used < chunkBytes || used > 2*chunkBytes {
 		t.Errorf("memory in use: got %d bytes, want a little more than %d", used, chunkBytes)
 	}
@@ -242,9 +232,7 @@ func TestOperationsDoNotAllocate(t *testing.T) {
 		"StoreUint64": func() { nodes.StoreUint64(s, 0, 1) },
 		"Alloc and Free": func() {
 			n, err := nodes.Alloc()
-			if err != nil {
-				t.Fatal(err)
-			}
+			kit.Must(t, err)
 			nodes.Free(n)
 		},
 	} {
