@@ -7,7 +7,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -151,33 +150,6 @@ func TestPut(t *testing.T) {
 		for _, step := range steps {
 			if err := step.do(); !errors.Is(err, step.want) {
 				t.Fatalf("%s: got %v, want %v", step.what, err, step.want)
-			}
-		}
-	})
-}
-
-func TestPutDoesNotLeakDescriptors(t *testing.T) {
-	onPlatforms(t, func(t *testing.T, p platform) {
-		s := p.open(t)
-		put(t, s, "warm", "0") // the runtime opens its descriptors
-		kit.Must(t, s.Remove("warm"))
-		pids := []int{os.Getpid()}
-		if h, ok := s.(*holderStore); ok {
-			pids = append(pids, runningHolder(t, h.socket))
-		}
-		var before []int
-		for _, pid := range pids {
-			before = append(before, descriptors(t, pid))
-		}
-		for i := range 30 {
-			put(t, s, "a", strconv.Itoa(i))
-			put(t, s, "b", strconv.Itoa(i))
-			kit.Must(t, s.Remove("b"))
-		}
-		kit.Must(t, s.Remove("a"))
-		for i, pid := range pids {
-			if n := descriptors(t, pid); n != before[i] {
-				t.Errorf("descriptors of process %d: got %d, want %d", pid, n, before[i])
 			}
 		}
 	})

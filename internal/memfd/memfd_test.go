@@ -16,18 +16,14 @@ func TestMain(m *testing.M) { kit.Main(m) }
 func blocks(t *testing.T, fd int) int64 {
 	t.Helper()
 	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, unix.Fstat(fd, &st))
 	return st.Blocks * 512
 }
 
 func TestCreateFixesSize(t *testing.T) {
 	const size = 1 << 20
 	fd, err := Create("test", size, Sealed)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	defer unix.Close(fd)
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil || st.Size != size {
@@ -51,9 +47,7 @@ func TestCreateFixesSize(t *testing.T) {
 
 func TestAllocateGivesMemory(t *testing.T) {
 	fd, err := Create("test", 1<<20, Sealed)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	defer unix.Close(fd)
 	if n := blocks(t, fd); n != 0 {
 		t.Errorf("memory of a new file: got %d bytes, want 0", n)
@@ -61,9 +55,7 @@ func TestAllocateGivesMemory(t *testing.T) {
 	if _, err := unix.Pwrite(fd, []byte("data"), 64<<10); err != nil {
 		t.Fatal(err)
 	}
-	if err := Allocate(fd, 64<<10, 128<<10); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, Allocate(fd, 64<<10, 128<<10))
 	if n := blocks(t, fd); n != 128<<10 {
 		t.Errorf("memory of the file: got %d bytes, want %d", n, 128<<10)
 	}
@@ -78,16 +70,12 @@ func TestAllocateGivesMemory(t *testing.T) {
 
 func TestCreateReportsFileSizeLimit(t *testing.T) {
 	var old unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &old); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, unix.Getrlimit(unix.RLIMIT_FSIZE, &old))
 	if err := unix.Setrlimit(unix.RLIMIT_FSIZE, &unix.Rlimit{Cur: 4096, Max: old.Max}); err != nil {
 		t.Fatal(err)
 	}
 	_, err := Create("test", 8192, Sealed)
-	if err := unix.Setrlimit(unix.RLIMIT_FSIZE, &old); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, unix.Setrlimit(unix.RLIMIT_FSIZE, &old))
 	if !errors.Is(err, unix.EFBIG) {
 		t.Errorf("Create above RLIMIT_FSIZE: got %v, want EFBIG", err)
 	}

@@ -4,8 +4,9 @@ import (
 	"os"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
 // A READ of no bytes at the end of a file is the end of the file, also when the file grows between

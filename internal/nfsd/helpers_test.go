@@ -11,6 +11,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
@@ -60,9 +61,7 @@ var (
 func start(t testing.TB, change func(*Config)) *client {
 	t.Helper()
 	dir := t.TempDir()
-	if err := os.Chmod(dir, 0o777); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, os.Chmod(dir, 0o777))
 	cfg := Config{Dir: dir, StateDir: t.TempDir(), NoRootSquash: true}
 	if change != nil {
 		change(&cfg)
@@ -76,9 +75,7 @@ func start(t testing.TB, change func(*Config)) *client {
 func restart(t testing.TB, cfg Config) *client {
 	t.Helper()
 	s, err := New(cfg)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	calls := nfs3.NewClient(&caller{s: s, peer: peer, try: true}, nfs3.Options{})
 	return &client{Client: &mounts.Client{Client: calls, T: t, Root: s.rootFH, Ctx: context.Background(), Cred: root},
 		s: s, dir: cfg.Dir}

@@ -6,9 +6,10 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
-	"golang.org/x/sys/unix"
 )
 
 // The handle of a created file belongs to the created file, also when its name is replaced at the

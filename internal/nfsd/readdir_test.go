@@ -95,30 +95,6 @@ func TestListingAfterEnd(t *testing.T) {
 	}
 }
 
-func TestListingHasDots(t *testing.T) {
-	c := start(t, nil)
-	d := c.mkdir(root, c.Root, "d", 0o755)
-	for _, plus := range []bool{false, true} {
-		got := c.list(d, plus, 4096, nil)
-		slices.Sort(got)
-		if !slices.Equal(got, []string{".", ".."}) {
-			t.Errorf("plus %v: got %v, want . and ..", plus, got)
-		}
-	}
-	var res nfs3.ReadDirResult
-	ids := map[string]uint64{}
-	c.OK(c.ReadDirPlus(c.Ctx, root, c.Root, 0, nfs3.Verifier{}, 4096, 4096, &res, func(e *nfs3.DirEntry) bool {
-		ids[string(e.Name)] = e.FileID
-		if (string(e.Name) == "." || string(e.Name) == "..") && (e.FH != c.Root || e.Attr.FileID != e.FileID) {
-			t.Errorf("%s of the root: got %+v, want the root", e.Name, e)
-		}
-		return true
-	}))
-	if ids["."] != ids[".."] || ids["."] != c.stat(".").Ino {
-		t.Errorf("file ids of . and ..: got %d and %d, want %d", ids["."], ids[".."], c.stat(".").Ino)
-	}
-}
-
 // A reply never exceeds the count of the call, and one that has no room for an entry is an error.
 func TestListingKeepsToCount(t *testing.T) {
 	c := start(t, nil)

@@ -8,12 +8,10 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // raw makes an NFS call with these arguments and returns its status and a decoder of what follows.
@@ -32,15 +30,11 @@ func (c *client) args(fh nfs3.FH) []byte { return sunrpc.AppendOpaque(nil, fh.By
 // succeeds, too.
 func TestCountsBeyondAReply(t *testing.T) {
 	s, dir := start(t, nil)
-	if err := os.WriteFile(filepath.Join(dir, "a"), make([]byte, 3<<20), 0o644); err != nil {
-		t.Fatal(err)
-	}
-	const files = 9000
-	if err := os.Mkdir(filepath.Join(dir, "d"), 0o755); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, os.WriteFile(filepath.Join(dir, "a"), make([]byte, 3<<20), 0o644))
+	const files = 4500
+	kit.Must(t, os.Mkdir(filepath.Join(dir, "d"), 0o755))
 	for i := range files {
-		if err := os.WriteFile(filepath.Join(dir, "d", fmt.Sprintf("%s%05d", strings.Repeat("n", 60), i)), nil,
+		if err := os.WriteFile(filepath.Join(dir, "d", fmt.Sprintf("%s%05d", strings.Repeat("n", 240), i)), nil,
 			0o644); err != nil {
 			t.Fatal(err)
 		}
@@ -71,42 +65,6 @@ func TestCountsBeyondAReply(t *testing.T) {
 				t.Fatalf("%s: %d bytes, eof %v", tt.name, count, eof)
 			}
 		}
-	}
-}
-
-// Each page of a listing holds the attributes that the files have when the server makes the page.
-func TestAttributesOfLaterPages(t *testing.T) {
-	s, dir := start(t, nil)
-	const files = 100
-	for i := range files {
-		if err := os.WriteFile(filepath.Join(dir, fmt.Sprintf("%02d", i)), nil, 0o644); err != nil {
-			t.Fatal(err)
-		}
-	}
-	c := dial(t, s.TCPAddr)
-	var cookie uint64
-	var res nfs3.ReadDirResult
-	pages, seen := 0, 0
-	for ; !res.EOF; pages++ {
-		verf := res.Verf
-		for i := range files {
-			if err := os.Truncate(filepath.Join(dir, fmt.Sprintf("%02d", i)), int64(pages)); err != nil {
-				t.Fatal(err)
-			}
-		}
-		c.OK(c.ReadDirPlus(c.Ctx, c.Cred, c.Root, cookie, verf, 4096, 4096, &res, func(e *nfs3.DirEntry) bool {
-			cookie = e.Cookie
-			if len(e.Name) == 2 && e.Name[0] != '.' {
-				seen++
-				if !e.Attr.Present || e.Attr.Size != uint64(pages) {
-					t.Errorf("%s on page %d: size %d", e.Name, pages, e.Attr.Size)
-				}
-			}
-			return true
-		}))
-	}
-	if pages < 5 || seen != files {
-		t.Errorf("%d entries on %d pages", seen, pages)
 	}
 }
 
@@ -144,17 +102,11 @@ func TestOffsetsBeyondEveryFile(t *testing.T) {
 // Calls for files and directories fail on pipes, devices and links, and never wait for the other
 // end of a pipe.
 func TestHandlesOfOtherThings(t *testing.T) {
-	s, dir := start(t, nil)
+	s, _ := start(t, nil)
 	c := dial(t, s.TCPAddr)
 	var cr nfs3.CreateResult
 	c.OK(c.Mknod(c.Ctx, c.Cred, c.Root, "pipe", nfs3.NF3FIFO, &nfs3.SetAttr{}, nfs3.Device{}, &cr))
 	pipe := cr.FH
-	t.Cleanup(func() { // ends the wait of a process that opened it
-		if fd, err := unix.Open(filepath.Join(dir, "pipe"), unix.O_RDWR|unix.O_NONBLOCK|unix.O_CLOEXEC, 0); err == nil {
-			time.Sleep(100 * time.Millisecond)
-			unix.Close(fd)
-		}
-	})
 	c.OK(c.Symlink(c.Ctx, c.Cred, c.Root, "link", ".", &nfs3.SetAttr{}, &cr))
 	link := cr.FH
 	c.MustCreate(c.Cred, c.Root, "file", 0o644)

@@ -9,6 +9,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
@@ -18,54 +19,40 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // waitRefused waits until no server listens on the address.
 func waitRefused(t *testing.T, addr string) {
 	t.Helper()
-	for deadline := time.Now().Add(testTimeout); ; time.Sleep(time.Millisecond) {
+	kit.Eventually(t, "refused connection to "+addr, func() bool {
 		c, err := net.Dial("tcp", addr)
-		if err != nil {
-			return
+		if err == nil {
+			c.Close()
 		}
-		c.Close()
-		if time.Now().After(deadline) {
-			t.Fatalf("a server still listens on %s", addr)
-		}
-	}
+		return err != nil
+	})
 }
 
 // TestTCPStopSendsReplies stops a server while a call runs. The client gets the reply and then the
 // end of the connection. The server does not execute a call that arrives after the stop.
 func TestTCPStopSendsReplies(t *testing.T) {
 	running, finish := make(chan struct{}, 2), make(chan struct{})
-	srv := newTCPServer(handlerFunc(func(call, reply []byte) ([]byte, error) {
+	stop, stopServer := context.WithCancel(t.Context())
+	addr, ended := runTCP(t, stop, handlerFunc(func(call, reply []byte) ([]byte, error) {
 		running <- struct{}{}
 		<-finish
 		return append(reply, call...), nil
-	}), hclog.NewNullLogger())
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	stop, stopServer := context.WithCancel(t.Context())
-	ended := make(chan struct{})
-	go func() { defer close(ended); srv.run(stop, t.Context(), l) }()
-	c, err := net.Dial("tcp", l.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
+	}))
+	c, err := net.Dial("tcp", addr)
+	kit.Must(t, err)
 	defer c.Close()
-	_ = c.SetDeadline(time.Now().Add(testTimeout))
-	if err := rpctcp.WriteRecord(c, []byte("first")); err != nil {
-		t.Fatal(err)
-	}
+	_ = c.SetDeadline(time.Now().Add(kit.Timeout))
+	kit.Must(t, rpctcp.WriteRecord(c, []byte("first")))
 	<-running
 	stopServer()
-	waitRefused(t, l.Addr().String())
-	if err := rpctcp.WriteRecord(c, []byte("second")); err != nil {
-		t.Fatal(err)
-	}
+	waitRefused(t, addr)
+	kit.Must(t, rpctcp.WriteRecord(c, []byte("second")))
 	close(finish)
 	if reply, err := rpctcp.ReadRecord(c, nil, 100); err != nil || string(reply) != "first" {
 		t.Errorf("reply of the running call: got %q, %v", reply, err)
@@ -110,16 +97,18 @@ func (c *slowDeadlineConn) SetReadDeadline(at time.Time) error {
 // that interrupts the reader must not replace the deadline for the client's last calls: unread
 // calls would reset the connection, and the client could lose replies.
 func TestTCPStopKeepsDeadlineOfFinish(t *testing.T) {
-	peer, own := net.Pipe()
-	defer peer.Close()
-	c := &slowDeadlineConn{Conn: own, later: make(chan struct{})}
-	srv := newTCPServer(quickHandler{}, hclog.NewNullLogger())
-	stop, cancel := context.WithCancel(t.Context())
-	cancel()
-	(&tcpConn{tcpServer: srv, conn: c, client: &tcpClient{}}).serve(stop, t.Context())
-	if want := []bool{true, false}; !slices.Equal(c.past, want) {
-		t.Errorf("read deadlines in the past: got %v, want %v", c.past, want)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		peer, own := net.Pipe()
+		defer peer.Close()
+		c := &slowDeadlineConn{Conn: own, later: make(chan struct{})}
+		srv := newTCPServer(quickHandler{}, hclog.NewNullLogger())
+		stop, cancel := context.WithCancel(t.Context())
+		cancel()
+		(&tcpConn{tcpServer: srv, conn: c, client: &tcpClient{}}).serve(stop, t.Context())
+		if want := []bool{true, false}; !slices.Equal(c.past, want) {
+			t.Errorf("read deadlines in the past: got %v, want %v", c.past, want)
+		}
+	})
 }
 
 // A holdingBackend answers NULL calls at once and gives the others to the test.
@@ -156,9 +145,7 @@ func (b *holdingBackend) serve(t *testing.T, listen string, timeout time.Duratio
 	t.Helper()
 	s, err := Run(t.Context(), Config{Backend: b.Addr().String(), RDMAListen: listen,
 		Provider: softiwarp.New(softiwarp.Config{}), drainTimeout: timeout})
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	t.Cleanup(func() { s.Close() })
 	return s
 }
@@ -171,15 +158,11 @@ func getAttr(t *testing.T, addr netip.AddrPort) func() heldCall {
 	t.Helper()
 	x, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: addr,
 		ReconnectMin: 10 * time.Millisecond, ReconnectMax: 100 * time.Millisecond})
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	t.Cleanup(func() { x.Close() })
-	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), kit.Timeout)
 	t.Cleanup(cancel)
-	if err := x.Connect(ctx); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, x.Connect(ctx))
 	c := nfs3.NewClient(x, nfs3.Options{})
 	fh, _ := nfs3.NewFH([]byte("file"))
 	return func() heldCall {
@@ -206,7 +189,7 @@ func (c heldCall) check(t *testing.T, what string) {
 // server on the same port. Each call must reach the backend once, and get its reply.
 func TestRestartHandsCallsOver(t *testing.T) {
 	b := newHoldingBackend(t)
-	s := b.serve(t, "127.0.0.1:0", testTimeout)
+	s := b.serve(t, "127.0.0.1:0", kit.Timeout)
 	call := getAttr(t, s.RDMAAddr)
 	first := call()
 	running := <-b.held
@@ -221,7 +204,7 @@ func TestRestartHandsCallsOver(t *testing.T) {
 	if len(b.held) > 0 {
 		t.Error("the server executed a call that arrived after the stop")
 	}
-	b.serve(t, s.RDMAAddr.String(), testTimeout)
+	b.serve(t, s.RDMAAddr.String(), kit.Timeout)
 	later := <-b.held
 	later.answer(t, stale)
 	second.check(t, "call that the first server did not execute")

@@ -6,6 +6,7 @@ import (
 	"net"
 	"net/netip"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
@@ -14,6 +15,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
@@ -23,9 +25,7 @@ func connect(t *testing.T, addr, from string, n int, first []byte) {
 	d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(from)}}
 	for range n {
 		c, err := d.Dial("tcp", addr)
-		if err != nil {
-			t.Fatal(err)
-		}
+		kit.Must(t, err)
 		t.Cleanup(func() { c.Close() })
 		_, _ = c.Write(first) // the server may have closed it
 	}
@@ -70,38 +70,38 @@ func TestHalfSentCallsLeaveMemory(t *testing.T) {
 // TestStalledCallsGiveMemoryBack fills the memory for large calls from two addresses. A client of a
 // third address must be able to send a large call before the deadline of the incomplete ones.
 func TestStalledCallsGiveMemoryBack(t *testing.T) {
-	srv := newTCPServer(handlerFunc(func(call, reply []byte) ([]byte, error) { return append(reply, call...), nil }),
-		hclog.NewNullLogger())
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan struct{})
-	go func() { defer close(ended); srv.run(ctx, ctx, l) }()
-	defer func() { cancel(); <-ended }()
-	part := make([]byte, 20)
-	rpctcp.PutMark(part, 1<<20)
-	for _, from := range []string{"127.0.0.2", "127.0.0.3"} {
-		connect(t, l.Addr().String(), from, largeCalls/2, part)
-	}
-	for deadline := time.Now().Add(testTimeout); len(srv.large) < largeCalls; time.Sleep(time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatalf("large calls in memory: got %d, want %d", len(srv.large), largeCalls)
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		l := &pipeListener{conns: make(chan net.Conn), closed: make(chan struct{})}
+		srv := newTCPServer(echo, hclog.NewNullLogger())
+		ended := make(chan struct{})
+		go func() { defer close(ended); srv.run(ctx, ctx, l) }()
+		defer func() { cancel(); <-ended }()
+		part := make([]byte, 20)
+		rpctcp.PutMark(part, 1<<20)
+		for from := range byte(2) {
+			for range largeCalls / 2 {
+				c := l.dial(from)
+				defer c.Close()
+				_, err := c.Write(part)
+				kit.Must(t, err)
+			}
 		}
-	}
-	c, err := net.Dial("tcp", l.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer c.Close()
-	_ = c.SetDeadline(time.Now().Add(recordTimeout - 2*progressTimeout))
-	if err := rpctcp.WriteRecord(c, make([]byte, 1<<20)); err != nil {
-		t.Fatal(err)
-	}
-	if reply, err := rpctcp.ReadRecord(c, nil, maxRecord); err != nil || len(reply) != 1<<20 {
-		t.Errorf("large call of another client: got %d bytes, %v", len(reply), err)
-	}
+		synctest.Wait()
+		if n := len(srv.large); n != largeCalls {
+			t.Fatalf("large calls in memory: got %d, want %d", n, largeCalls)
+		}
+		began := time.Now()
+		c := l.dial(2)
+		defer c.Close()
+		kit.Must(t, rpctcp.WriteRecord(c, make([]byte, 1<<20)))
+		if reply, err := rpctcp.ReadRecord(c, nil, maxRecord); err != nil || len(reply) != 1<<20 {
+			t.Errorf("large call of another client: got %d bytes, %v", len(reply), err)
+		}
+		if took := time.Since(began); took > recordTimeout-2*progressTimeout {
+			t.Errorf("large call of another client: took %v", took)
+		}
+	})
 }
 
 func TestDeadlines(t *testing.T) {
@@ -144,9 +144,7 @@ func TestDeadlines(t *testing.T) {
 func TestAllowList(t *testing.T) {
 	s, _ := start(t, func(c *Config) { c.Allow = []netip.Prefix{netip.MustParsePrefix("127.0.0.2/32")} })
 	x, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: s.RDMAAddr, Slots: 4})
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	defer x.Close()
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	defer cancel()
@@ -154,9 +152,7 @@ func TestAllowList(t *testing.T) {
 		t.Error("RDMA connection from an address that is not allowed succeeded")
 	}
 	r, err := rpctcp.Dial(t.Context(), s.TCPAddr, rpctcp.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	defer r.Close()
 	err = nfs3.NewClient(r, nfs3.Options{}).GetAttr(t.Context(), mounts.Credential(0, 0), nfs3.FH{}, new(nfs3.Attr))
 	if err == nil || errors.Is(err, nfs3.ErrMalformed) {

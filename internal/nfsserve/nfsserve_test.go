@@ -8,11 +8,8 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"strings"
-	"sync"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
@@ -22,24 +19,18 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
-const testTimeout = 30 * time.Second
-
 // start serves a temporary directory and returns the server with its directory.
 func start(t testing.TB, change func(*Config)) (*Server, string) {
 	t.Helper()
 	dir := t.TempDir()
-	if err := os.Chmod(dir, 0o777); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, os.Chmod(dir, 0o777))
 	cfg := Config{Dir: dir, RDMAListen: "127.0.0.1:0", TCPListen: "127.0.0.1:0", NoRootSquash: true,
 		StateDir: t.TempDir(), Provider: softiwarp.New(softiwarp.Config{})}
 	if change != nil {
 		change(&cfg)
 	}
 	s, err := Run(context.Background(), cfg)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	t.Cleanup(func() {
 		if err := s.Close(); err != nil {
 			t.Errorf("Close: %v", err)
@@ -56,12 +47,10 @@ type client struct {
 
 func dial(t testing.TB, addr string) *client {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), kit.Timeout)
 	t.Cleanup(cancel)
 	r, err := rpctcp.Dial(ctx, addr, rpctcp.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	t.Cleanup(func() { r.Close() })
 	c := &client{Client: &mounts.Client{Client: nfs3.NewClient(r, nfs3.Options{}), T: t, Ctx: ctx,
 		Cred: mounts.Credential(0, 0)}, rpc: r}
@@ -118,9 +107,7 @@ func TestDiskFull(t *testing.T) {
 	var disk string
 	s, _ := start(t, func(c *Config) {
 		disk = c.Dir
-		if err := syscall.Mount("none", disk, "tmpfs", 0, "size=64k"); err != nil {
-			t.Fatal(err)
-		}
+		kit.Must(t, syscall.Mount("none", disk, "tmpfs", 0, "size=64k"))
 		t.Cleanup(func() {
 			if err := syscall.Unmount(disk, syscall.MNT_DETACH); err != nil {
 				t.Error(err)
@@ -143,51 +130,6 @@ func TestDiskFull(t *testing.T) {
 		var wcc nfs3.WccData
 		c.OK(c.Remove(c.Ctx, c.Cred, c.Root, name, &wcc))
 	}
-}
-
-// A handle stays valid when the object or one of its parents is renamed, and while the object has a
-// link.
-func TestHandles(t *testing.T) {
-	s, _ := start(t, nil)
-	c := dial(t, s.TCPAddr)
-	var mk nfs3.CreateResult
-	c.OK(c.Mkdir(c.Ctx, c.Cred, c.Root, "d", &nfs3.SetAttr{HasMode: true, Mode: 0o2755}, &mk))
-	d := mk.FH
-	var cr nfs3.CreateResult
-	c.OK(c.Create(c.Ctx, c.Cred, d, "f", &nfs3.CreateHow{}, &cr))
-	f := cr.FH
-	var ren nfs3.RenameResult
-	c.OK(c.Rename(c.Ctx, c.Cred, d, "f", d, "g", &ren))
-	c.OK(c.Rename(c.Ctx, c.Cred, c.Root, "d", c.Root, "e", &ren))
-	var w nfs3.WriteResult
-	c.OK(c.Write(c.Ctx, c.Cred, f, 0, []byte("moved"), nfs3.Unstable, &w))
-	if got := c.MustLookup(d, "g").FH; got != f {
-		t.Errorf("handle changed by rename")
-	}
-	var ln nfs3.LinkResult
-	c.OK(c.Link(c.Ctx, c.Cred, f, c.Root, "link", &ln))
-	if got := c.MustLookup(c.Root, "link"); got.FH != f || got.Attr.Nlink != 2 {
-		t.Errorf("link: same handle %v, nlink %d", got.FH == f, got.Attr.Nlink)
-	}
-	c.Want(c.Link(c.Ctx, c.Cred, f, c.Root, "link", &ln), syscall.EEXIST)
-	var wcc nfs3.WccData
-	c.OK(c.Remove(c.Ctx, c.Cred, d, "g", &wcc))
-	var a nfs3.Attr
-	c.OK(c.GetAttr(c.Ctx, c.Cred, f, &a))
-	if a.Nlink != 1 || a.Size != 5 {
-		t.Errorf("after removing one link: %+v", a)
-	}
-	c.OK(c.Remove(c.Ctx, c.Cred, c.Root, "link", &wcc))
-	c.Want(c.GetAttr(c.Ctx, c.Cred, f, &a), syscall.ESTALE)
-
-	// RENAME to an existing name makes the handle of the replaced file stale.
-	x, y := c.MustCreate(c.Cred, c.Root, "x", 0o600), c.MustCreate(c.Cred, c.Root, "y", 0o600)
-	c.OK(c.Rename(c.Ctx, c.Cred, c.Root, "x", c.Root, "y", &ren))
-	c.OK(c.GetAttr(c.Ctx, c.Cred, x, &a))
-	c.Want(c.GetAttr(c.Ctx, c.Cred, y, &a), syscall.ESTALE)
-	var bad nfs3.FH
-	bad, _ = nfs3.NewFH([]byte("0123456789abcdef"))
-	c.Want(c.GetAttr(c.Ctx, c.Cred, bad, &a), syscall.ESTALE)
 }
 
 func TestErrnos(t *testing.T) {
@@ -301,17 +243,11 @@ func TestExclusiveCreate(t *testing.T) {
 func TestConfined(t *testing.T) {
 	s, dir := start(t, nil)
 	outside := filepath.Join(filepath.Dir(dir), "outside")
-	if err := os.MkdirAll(outside, 0o777); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, os.MkdirAll(outside, 0o777))
 	secret := filepath.Join(outside, "secret")
-	if err := os.WriteFile(secret, []byte("secret"), 0o666); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, os.WriteFile(secret, []byte("secret"), 0o666))
 	for name, target := range map[string]string{"file": secret, "dir": outside, "rel": "../outside"} {
-		if err := os.Symlink(target, filepath.Join(dir, name)); err != nil {
-			t.Fatal(err)
-		}
+		kit.Must(t, os.Symlink(target, filepath.Join(dir, name)))
 	}
 	c := dial(t, s.TCPAddr)
 	var lk nfs3.LookupResult
@@ -352,87 +288,6 @@ func TestConfined(t *testing.T) {
 	}
 }
 
-func TestCredentials(t *testing.T) {
-	kit.NeedsRoot(t)
-	if os.Geteuid() != 0 {
-		t.Fatal("only root serves others under their own names: run the tests as root")
-	}
-	s, dir := start(t, nil)
-	c := dial(t, s.TCPAddr)
-	private := c.MustCreate(c.Cred, c.Root, "private", 0o600)
-	group := c.MustCreate(c.Cred, c.Root, "group", 0o640)
-	var wcc nfs3.WccData
-	c.OK(c.SetAttr(c.Ctx, c.Cred, group, &nfs3.SetAttr{HasGID: true, GID: 4242}, nil, &wcc))
-	var r nfs3.ReadResult
-	buf := make([]byte, 10)
-	user, member := mounts.Credential(1000, 1000), mounts.Credential(1000, 1000, 7, 4242)
-	c.Want(c.Read(c.Ctx, user, private, 0, buf, &r), syscall.EACCES)
-	c.Want(c.Read(c.Ctx, user, group, 0, buf, &r), syscall.EACCES)
-	c.OK(c.Read(c.Ctx, member, group, 0, buf, &r))
-	c.Want(c.SetAttr(c.Ctx, user, private, &nfs3.SetAttr{HasMode: true, Mode: 0o666}, nil, &wcc), syscall.EPERM)
-	var ac nfs3.AccessResult
-	c.OK(c.Access(c.Ctx, member, group, nfs3.AccessRead|nfs3.AccessModify, &ac))
-	if ac.Access != nfs3.AccessRead {
-		t.Errorf("ACCESS grants %#x", ac.Access)
-	}
-	var cr nfs3.CreateResult
-	c.OK(c.Create(c.Ctx, user, c.Root, "mine", &nfs3.CreateHow{Attr: nfs3.SetAttr{HasMode: true, Mode: 0o444}}, &cr))
-	if info, err := os.Stat(filepath.Join(dir, "mine")); err != nil || ownerOf(info) != 1000 {
-		t.Errorf("owner of a new file: %v %v", info, err)
-	}
-	var w nfs3.WriteResult
-	// git writes to files of mode 0444 that it has created
-	c.OK(c.Write(c.Ctx, user, cr.FH, 0, []byte("owner may"), nfs3.Unstable, &w))
-}
-
-// A directory of many pages is listed once, with a valid handle for each entry.
-func TestLargeDirectory(t *testing.T) {
-	s, dir := start(t, nil)
-	const files = 1000
-	for i := range files {
-		if err := os.WriteFile(filepath.Join(dir, fmt.Sprintf("file-%05d-%s", i, strings.Repeat("x", i%200))), nil,
-			0o644); err != nil {
-			t.Fatal(err)
-		}
-	}
-	c := dial(t, s.TCPAddr)
-	for _, plus := range []bool{false, true} {
-		seen, handles := map[string]bool{}, []nfs3.FH(nil)
-		var cookie uint64
-		var res nfs3.ReadDirResult
-		var verf nfs3.Verifier
-		for !res.EOF {
-			each := func(e *nfs3.DirEntry) bool {
-				if seen[string(e.Name)] {
-					t.Fatalf("%s seen twice", e.Name)
-				}
-				seen[string(e.Name)] = true
-				cookie = e.Cookie
-				if e.HasFH {
-					handles = append(handles, e.FH)
-				}
-				return true
-			}
-			if plus {
-				c.OK(c.ReadDirPlus(c.Ctx, c.Cred, c.Root, cookie, verf, 100, 32768, &res, each))
-			} else {
-				c.OK(c.ReadDir(c.Ctx, c.Cred, c.Root, cookie, verf, 8192, &res, each))
-			}
-			verf = res.Verf
-		}
-		if len(seen) != files+2 {
-			t.Errorf("plus %v: %d entries", plus, len(seen))
-		}
-		if plus && len(handles) < files {
-			t.Errorf("%d handles", len(handles))
-		}
-		var a nfs3.Attr
-		for _, fh := range handles {
-			c.OK(c.GetAttr(c.Ctx, c.Cred, fh, &a))
-		}
-	}
-}
-
 func TestFSInfo(t *testing.T) {
 	s, dir := start(t, nil)
 	c := dial(t, s.TCPAddr)
@@ -451,25 +306,6 @@ func TestFSInfo(t *testing.T) {
 	c.OK(c.PathConf(c.Ctx, c.Cred, c.Root, &pc))
 	bad, _ := nfs3.NewFH([]byte("0123456789abcdef"))
 	c.Want(c.FSInfo(c.Ctx, c.Cred, bad, &fi), syscall.ESTALE)
-}
-
-func TestReadOnly(t *testing.T) {
-	s, dir := start(t, func(c *Config) { c.ReadOnly = true })
-	if err := os.WriteFile(filepath.Join(dir, "f"), []byte("x"), 0o666); err != nil {
-		t.Fatal(err)
-	}
-	c := dial(t, s.TCPAddr)
-	fh := c.MustLookup(c.Root, "f").FH
-	var w nfs3.WriteResult
-	var cr nfs3.CreateResult
-	var wcc nfs3.WccData
-	var ln nfs3.LinkResult
-	c.Want(c.Write(c.Ctx, c.Cred, fh, 0, []byte("x"), nfs3.Unstable, &w), syscall.EROFS)
-	c.Want(c.Create(c.Ctx, c.Cred, c.Root, "g", &nfs3.CreateHow{Mode: nfs3.Exclusive}, &cr), syscall.EROFS)
-	c.Want(c.Create(c.Ctx, c.Cred, c.Root, "g", &nfs3.CreateHow{}, &cr), syscall.EROFS)
-	c.Want(c.SetAttr(c.Ctx, c.Cred, fh, &nfs3.SetAttr{HasMode: true}, nil, &wcc), syscall.EROFS)
-	c.Want(c.Link(c.Ctx, c.Cred, fh, c.Root, "l", &ln), syscall.EROFS)
-	c.Want(c.Remove(c.Ctx, c.Cred, c.Root, "f", &wcc), syscall.EROFS)
 }
 
 // The TCP port answers the port mapper and MOUNT, and refuses other programs.
@@ -527,37 +363,6 @@ func TestOtherPrograms(t *testing.T) {
 	}
 }
 
-// Several clients change one tree at the same time.
-func TestParallel(t *testing.T) {
-	s, _ := start(t, nil)
-	var wg sync.WaitGroup
-	for i := range 4 {
-		c := dial(t, s.TCPAddr)
-		wg.Go(func() {
-			for j := range 30 {
-				name := fmt.Sprintf("f-%d-%d", i, j)
-				var cr nfs3.CreateResult
-				if err := c.Create(c.Ctx, c.Cred, c.Root, name, &nfs3.CreateHow{}, &cr); err != nil {
-					t.Error(err)
-					return
-				}
-				var w nfs3.WriteResult
-				var ren nfs3.RenameResult
-				var wcc nfs3.WccData
-				var a nfs3.Attr
-				err := errors.Join(c.Write(c.Ctx, c.Cred, cr.FH, 0, []byte(name), nfs3.Unstable, &w),
-					c.Rename(c.Ctx, c.Cred, c.Root, name, c.Root, name+"r", &ren), c.GetAttr(c.Ctx, c.Cred, cr.FH, &a),
-					c.Remove(c.Ctx, c.Cred, c.Root, name+"r", &wcc))
-				if err != nil {
-					t.Error(err)
-					return
-				}
-			}
-		})
-	}
-	wg.Wait()
-}
-
 func TestConfigRefused(t *testing.T) {
 	p := softiwarp.New(softiwarp.Config{})
 	for name, cfg := range map[string]Config{
@@ -579,9 +384,7 @@ func TestConfigRefused(t *testing.T) {
 
 func occupied(t *testing.T) string {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	t.Cleanup(func() { l.Close() })
 	return l.Addr().String()
 }

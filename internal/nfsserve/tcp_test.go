@@ -5,13 +5,16 @@ import (
 	"net"
 	"net/netip"
 	"runtime"
+	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // handlerFunc is a tcpHandler whose calls all wait.
@@ -23,63 +26,100 @@ func (f handlerFunc) ServeRPC(_ context.Context, _ netip.AddrPort, call, reply [
 
 func (f handlerFunc) TryServe(netip.AddrPort, []byte, []byte) ([]byte, bool) { return nil, false }
 
+// echo replies to each call with the call.
+var echo = handlerFunc(func(call, reply []byte) ([]byte, error) { return append(reply, call...), nil })
+
+// runTCP serves a TCP port until stop ends. ended is closed when the server has ended.
+func runTCP(t *testing.T, stop context.Context, h tcpHandler) (addr string, ended chan struct{}) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	kit.Must(t, err)
+	ended = make(chan struct{})
+	go func() {
+		defer close(ended)
+		newTCPServer(h, hclog.NewNullLogger()).run(stop, context.Background(), l)
+	}()
+	return l.Addr().String(), ended
+}
+
+// A pipeListener accepts pipes, so that a server runs under testing/synctest.
+type pipeListener struct {
+	conns  chan net.Conn
+	closed chan struct{}
+}
+
+// A pipeConn is the server's end of a pipe.
+type pipeConn struct {
+	net.Conn
+	from byte // of the address of the client
+}
+
+func (c pipeConn) RemoteAddr() net.Addr { return &net.TCPAddr{IP: net.IPv4(192, 0, 2, c.from)} }
+
+func (l *pipeListener) dial(from byte) net.Conn {
+	client, server := net.Pipe()
+	l.conns <- pipeConn{server, from}
+	return client
+}
+
+func (l *pipeListener) Accept() (net.Conn, error) {
+	select {
+	case c := <-l.conns:
+		return c, nil
+	case <-l.closed:
+		return nil, net.ErrClosed
+	}
+}
+
+func (l *pipeListener) Close() error { close(l.closed); return nil }
+
+func (*pipeListener) Addr() net.Addr { return &net.TCPAddr{} }
+
 // At most callsAtOnce calls are in progress, whatever the number of connections; the others wait.
 func TestTCPCallsAtOnce(t *testing.T) {
-	const conns = callsAtOnce/callsPerConn + 8
-	var running, most, served atomic.Int64
-	hold := make(chan struct{})
-	srv := newTCPServer(handlerFunc(func(call, reply []byte) ([]byte, error) {
-		now := running.Add(1)
-		for old := most.Load(); now > old && !most.CompareAndSwap(old, now); old = most.Load() {
+	synctest.Test(t, func(t *testing.T) {
+		const conns = callsAtOnce/callsPerConn + 8
+		var running atomic.Int64
+		hold := make(chan struct{})
+		l := &pipeListener{conns: make(chan net.Conn), closed: make(chan struct{})}
+		ctx, cancel := context.WithCancel(t.Context())
+		var all sync.WaitGroup
+		all.Go(func() {
+			newTCPServer(handlerFunc(func(call, reply []byte) ([]byte, error) {
+				running.Add(1)
+				<-hold
+				running.Add(-1)
+				return append(reply, call...), nil
+			}), hclog.NewNullLogger()).run(ctx, ctx, l)
+		})
+		var clients sync.WaitGroup
+		for i := range conns {
+			c := l.dial(byte(i % 2)) // two addresses, because one may use only half of the room
+			defer c.Close()
+			clients.Go(func() {
+				for range callsPerConn {
+					if err := rpctcp.WriteRecord(c, []byte("call")); err != nil {
+						t.Error(err)
+					}
+				}
+			})
+			clients.Go(func() {
+				for range callsPerConn {
+					if reply, err := rpctcp.ReadRecord(c, nil, 100); err != nil || string(reply) != "call" {
+						t.Errorf("%q, %v", reply, err)
+					}
+				}
+			})
 		}
-		<-hold
-		running.Add(-1)
-		served.Add(1)
-		return append(reply, call...), nil
-	}), hclog.NewNullLogger())
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan struct{})
-	go func() { defer close(ended); srv.run(ctx, ctx, l) }()
-	defer func() { cancel(); <-ended }()
-	var clients []net.Conn
-	for i := range conns {
-		// Two addresses, because one may use only half of the room.
-		from := &net.TCPAddr{IP: net.IPv4(127, 0, 0, byte(1+i%2))}
-		c, err := (&net.Dialer{LocalAddr: from}).Dial("tcp", l.Addr().String())
-		if err != nil {
-			t.Fatal(err)
+		synctest.Wait()
+		if n := running.Load(); n != callsAtOnce {
+			t.Errorf("%d calls at once, want %d", n, callsAtOnce)
 		}
-		defer c.Close()
-		clients = append(clients, c)
-		for range callsPerConn {
-			if err := rpctcp.WriteRecord(c, []byte("call")); err != nil {
-				t.Fatal(err)
-			}
-		}
-	}
-	for deadline := time.Now().Add(testTimeout); running.Load() < callsAtOnce && time.Now().Before(deadline); {
-		time.Sleep(time.Millisecond)
-	}
-	time.Sleep(100 * time.Millisecond) // time for calls beyond the limit
-	if n := running.Load(); n != callsAtOnce {
-		t.Errorf("%d calls at once, want %d", n, callsAtOnce)
-	}
-	close(hold)
-	for _, c := range clients {
-		_ = c.SetReadDeadline(time.Now().Add(testTimeout))
-		for range callsPerConn {
-			if reply, err := rpctcp.ReadRecord(c, nil, 100); err != nil || string(reply) != "call" {
-				t.Fatalf("%q, %v", reply, err)
-			}
-		}
-	}
-	if most.Load() > callsAtOnce || served.Load() != conns*callsPerConn {
-		t.Errorf("%d calls at once, %d served", most.Load(), served.Load())
-	}
+		close(hold)
+		clients.Wait()
+		cancel()
+		all.Wait()
+	})
 }
 
 // quickHandler answers each call at once with one MiB.
@@ -92,26 +132,16 @@ func (quickHandler) TryServe(_ netip.AddrPort, _, reply []byte) ([]byte, bool) {
 // An idle connection does not keep the memory of its last reply.
 func TestIdleConnectionsKeepNoReplies(t *testing.T) {
 	const conns = 64
-	srv := newTCPServer(quickHandler{}, hclog.NewNullLogger())
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan struct{})
-	go func() { defer close(ended); srv.run(ctx, ctx, l) }()
+	ctx, cancel := context.WithCancel(t.Context())
+	addr, ended := runTCP(t, ctx, quickHandler{})
 	defer func() { cancel(); <-ended }()
 	buf := make([]byte, 2<<20)
 	for range conns {
-		c, err := net.Dial("tcp", l.Addr().String())
-		if err != nil {
-			t.Fatal(err)
-		}
+		c, err := net.Dial("tcp", addr)
+		kit.Must(t, err)
 		defer c.Close()
-		_ = c.SetDeadline(time.Now().Add(testTimeout))
-		if err := rpctcp.WriteRecord(c, []byte("call")); err != nil {
-			t.Fatal(err)
-		}
+		_ = c.SetDeadline(time.Now().Add(kit.Timeout))
+		kit.Must(t, rpctcp.WriteRecord(c, []byte("call")))
 		if buf, err = rpctcp.ReadRecord(c, buf, len(buf)+2<<20); err != nil {
 			t.Fatal(err)
 		}

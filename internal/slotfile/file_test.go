@@ -12,9 +12,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/test/kit"
-
 	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 func TestCreateRefusesInvalidTables(t *testing.T) {
