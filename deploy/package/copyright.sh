@@ -13,8 +13,8 @@ END
 cd "$(dirname "$0")/../.."
 print() { printf '\n---- %s\n\n' "$1"; shift; cat "$@"; }
 print "Go $(go env GOVERSION)" "$(go env GOROOT)/LICENSE"
-go version -m "$1" | awk '$1 == "dep" { print $2, $3 }' | while read -r module version; do
-	dir=$(go list -m -f '{{.Dir}}' "$module@$version" </dev/null)
+mapfile -t modules < <(go version -m "$1" | awk '$1 == "dep" { print $2 "@" $3 }')
+go list -m -f '{{.Path}} {{.Version}} {{.Dir}}' "${modules[@]}" | while read -r module version dir; do
 	files=("$dir"/LICENSE* "$dir"/COPYING* "$dir"/NOTICE*)
 	existing=()
 	for f in "${files[@]}"; do [ ! -f "$f" ] || existing+=("$f"); done
