@@ -82,8 +82,7 @@ func TestManifestsAreRendered(t *testing.T) {
 		}
 		if got, err := os.ReadFile(file); err != nil || string(got) != want {
 			t.Errorf("%s is not what the chart renders (%v); run go test -run Rendered . -update in test/kubernetes",
-				file,
-				err)
+				file, err)
 		}
 	}
 }
@@ -281,7 +280,7 @@ func checkFlags(t *testing.T, c *core.Container) {
 	if c.Name != "daemon" && c.Name != "csi" {
 		return
 	}
-	help, err := exec.Command(os.Getenv(mounts.ProgramEnv), c.Name, "--help").CombinedOutput()
+	help, err := exec.Command(program(t), c.Name, "--help").CombinedOutput()
 	if err != nil {
 		t.Fatalf("nfsrdmad %s --help: %v\n%s", c.Name, err, help)
 	}
@@ -314,7 +313,7 @@ func TestDaemonContainerKeepsMounts(t *testing.T) {
 		script = containerOf(&object.(*apps.DaemonSet).Spec.Template, "daemon").Args[0]
 	}
 	bin := t.TempDir()
-	if err := os.Symlink(os.Getenv(mounts.ProgramEnv), filepath.Join(bin, "nfsrdmad")); err != nil {
+	if err := os.Symlink(program(t), filepath.Join(bin, "nfsrdmad")); err != nil {
 		t.Fatal(err)
 	}
 	// The program of StartProcess becomes an argument that the script does not use.

@@ -22,6 +22,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
@@ -33,28 +34,17 @@ const limit = time.Minute
 var container = []string{"unshare", "--mount", "--propagation", "unchanged"}
 
 func TestMain(m *testing.M) {
-	if os.Getenv(mounts.ProgramEnv) == "" {
-		if err := build(); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-			os.Exit(1)
-		}
-	}
 	// Ginkgo, which csi-sanity uses, leaves a goroutine for signals.
 	mounts.MainOwnProcess(m, goleak.IgnoreTopFunction(
 		"github.com/onsi/ginkgo/v2/internal/interrupt_handler.(*InterruptHandler).registerForInterrupts.func2"))
 }
 
-// build builds the program. This module does not have what its commands need.
-func build() error {
-	file, err := filepath.Abs("../../bin/kubernetes/nfsrdmad")
-	if err != nil {
-		return err
-	}
-	if out, err := exec.Command("go", "build", "-C", "../..", "-o", file,
-		"./cmd/nfsrdmad").CombinedOutput(); err != nil {
-		return fmt.Errorf("go build: %w\n%s", err, out)
-	}
-	return os.Setenv(mounts.ProgramEnv, file)
+// program returns the path of nfsrdmad.
+func program(t *testing.T) string {
+	t.Helper()
+	file, err := mounts.Program()
+	kit.Must(t, err)
+	return file
 }
 
 // A node is a node of a cluster with a daemon and a driver.
@@ -364,7 +354,6 @@ func write(t *testing.T, path, text string) {
 type pod struct {
 	t    *testing.T
 	root string // its root directory, as seen from the test
-	end  func()
 }
 
 // startPod starts a pod. Its container has a volume mount with the given propagation.
@@ -378,12 +367,11 @@ func startPod(t *testing.T, propagation string) *pod {
 	if err != nil {
 		t.Fatal(err)
 	}
-	end := func() { _ = cmd.Process.Kill(); _ = cmd.Wait() }
-	t.Cleanup(end)
+	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
 	if _, err := out.Read(make([]byte, 1)); err != nil { // the namespace exists
 		t.Fatal(err)
 	}
-	return &pod{t: t, root: fmt.Sprintf("/proc/%d/root", cmd.Process.Pid), end: end}
+	return &pod{t: t, root: fmt.Sprintf("/proc/%d/root", cmd.Process.Pid)}
 }
 
 // sees reports whether dir is a mount point of a daemon in the namespace.
