@@ -1,7 +1,9 @@
 package programs
 
 import (
+	"maps"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -9,8 +11,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-// stressors are the stressors of stress-ng that work on files, with options that make their files
-// small. TestStress does not run these stressors of the class "filesystem":
+// stressors are the stressors of stress-ng that work on files and need no options. TestStress does
+// not run these stressors of the class "filesystem":
 //
 //	binderfs, bind-mount, eventfd, procfs, ioprio                do not use the directory under test
 //	chattr, inode-flags                                          need the ioctl(2) of file attributes
@@ -18,51 +20,23 @@ import (
 //	fiemap, verity                                               need ioctls of local file systems
 //	fanotify                                                     watches the whole mount namespace
 //	xattr                                                        needs user attributes, not in NFSv3
-var stressors = []struct{ name, options string }{
-	{"access", ""},
-	{"aio", ""},
-	{"aiol", ""},
-	{"chdir", "--chdir-dirs 256"},
-	{"chmod", ""},
-	{"chown", ""},
-	{"copy-file", ""},
-	{"dentry", "--dentries 256"},
-	{"dir", "--dir-dirs 256"},
-	{"dirdeep", "--dirdeep-inodes 512"},
-	{"dirmany", ""},
-	{"dnotify", ""},
-	{"dup", ""},
-	{"fault", ""},
-	{"fcntl", ""},
-	{"file-ioctl", ""},
-	{"filename", ""},
-	{"flock", ""},
-	{"fpunch", ""},
-	{"fsize", ""},
-	{"fstat", ""},
-	{"getdent", ""},
-	{"handle", ""},
-	{"hdd", "--hdd-bytes 16m --hdd-opts wr-seq,rd-rnd,fsync,utimes"},
-	{"inotify", ""},
-	{"io", ""},
-	{"io-uring", ""},
-	{"iomix", "--iomix-bytes 16m"},
-	{"lease", ""},
-	{"link", ""},
-	{"locka", ""},
-	{"lockf", ""},
-	{"lockofd", ""},
-	{"mknod", ""},
-	{"open", ""},
-	{"readahead", "--readahead-bytes 16m"},
-	{"rename", ""},
-	{"revio", "--revio-bytes 16m"},
-	{"seek", ""},
-	{"sendfile", ""},
-	{"symlink", ""},
-	{"sync-file", "--sync-file-bytes 1m"},
-	{"touch", ""},
-	{"utime", ""},
+const stressors = `
+	access aio aiol chmod chown copy-file dirmany dnotify dup fault fcntl file-ioctl filename flock
+	fpunch fsize fstat getdent handle inotify io io-uring lease link locka lockf lockofd mknod open
+	rename seek sendfile symlink touch utime
+`
+
+// stressOptions are further stressors, with options that make their files small.
+var stressOptions = map[string]string{
+	"chdir":     "--chdir-dirs 256",
+	"dentry":    "--dentries 256",
+	"dir":       "--dir-dirs 256",
+	"dirdeep":   "--dirdeep-inodes 512",
+	"hdd":       "--hdd-bytes 16m --hdd-opts wr-seq,rd-rnd,fsync,utimes",
+	"iomix":     "--iomix-bytes 16m",
+	"readahead": "--readahead-bytes 16m",
+	"revio":     "--revio-bytes 16m",
+	"sync-file": "--sync-file-bytes 1m",
 }
 
 // TestStress runs each stressor in two processes, with the checks of stress-ng. A stressor that
@@ -70,14 +44,14 @@ var stressors = []struct{ name, options string }{
 func TestStress(t *testing.T) {
 	kit.NeedsPrograms(t, "stress-ng")
 	mnt := startEmbedded(t).mount(t)
-	for _, s := range stressors {
-		t.Run(s.name, func(t *testing.T) {
-			dir := makeDir(t, mnt, s.name)
-			args := append([]string{"--" + s.name, "2", "--timeout", "10s", "--verify", "--metrics-brief",
-				"--temp-path", "."}, strings.Fields(s.options)...)
+	for _, name := range append(strings.Fields(stressors), slices.Collect(maps.Keys(stressOptions))...) {
+		t.Run(name, func(t *testing.T) {
+			dir := makeDir(t, mnt, name)
+			args := append([]string{"--" + name, "2", "--timeout", "10s", "--verify", "--metrics-brief",
+				"--temp-path", "."}, strings.Fields(stressOptions[name])...)
 			out := run(t, dir, "stress-ng", args...)
-			if n := stressOperations(t, out, s.name); n == 0 {
-				t.Errorf("%s made no operation:\n%s", s.name, out)
+			if n := stressOperations(t, out, name); n == 0 {
+				t.Errorf("%s made no operation:\n%s", name, out)
 			} else {
 				t.Logf("%d operations", n)
 			}
