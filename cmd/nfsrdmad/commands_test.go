@@ -61,7 +61,8 @@ func TestCommands(t *testing.T) {
 }
 
 // TestLazyUnmountFreesMountPoint checks that the mount point can be used again while an open file
-// of the first mount still works. umount(2) by another program removes the second one from the list.
+// of the first mount still works. umount(2) by another program removes the second one from the
+// list.
 func TestLazyUnmountFreesMountPoint(t *testing.T) {
 	w := newTestEnv(t)
 	dir := w.mkdir(t, "mnt")

@@ -11,8 +11,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-// TestInterruptedDemoCleansUp sends SIGTERM during the copy. The demo must print one line, exit with
-// the code of an interrupt, and leave neither mounts nor files. internal/demo has the other phases.
+// TestInterruptedDemoCleansUp sends SIGTERM during the copy. The demo must print one line, exit
+// with the code of an interrupt, and leave neither mounts nor files. internal/demo has the other
+// phases.
 func TestInterruptedDemoCleansUp(t *testing.T) {
 	kit.NeedsFUSE(t)
 	// t.TempDir is too long for a path of a Unix socket.

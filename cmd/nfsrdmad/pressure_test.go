@@ -81,8 +81,8 @@ const (
 	pressurePage   = 4096
 )
 
-// writePressure waits for a line on stdin and writes the file os.Args[1] through a mapping. Each page
-// begins with its number. It returns the exit code.
+// writePressure waits for a line on stdin and writes the file os.Args[1] through a mapping. Each
+// page begins with its number. It returns the exit code.
 func writePressure() int {
 	_, _ = fmt.Fscanln(os.Stdin)
 	f, err := os.OpenFile(os.Args[1], os.O_RDWR|os.O_CREATE, 0o644)
@@ -107,9 +107,9 @@ func writePressure() int {
 	return 0
 }
 
-// TestWriteBackUnderMemoryPressure runs the daemon and a process that changes more mapped pages than
-// the memory of their common cgroup. The writer must complete with the right data, and no process may
-// be killed. checkThreads is the test of the setting that prevents the deadlock.
+// TestWriteBackUnderMemoryPressure runs the daemon and a process that changes more mapped pages
+// than the memory of their common cgroup. The writer must complete with the right data, and no
+// process may be killed. checkThreads is the test of the setting that prevents the deadlock.
 func TestWriteBackUnderMemoryPressure(t *testing.T) {
 	w := newTestEnv(t)
 	dir := w.mkdir(t, "m")

@@ -166,8 +166,8 @@ func TestIPv6(t *testing.T) {
 }
 
 // TestDefaultPortsNeedNoOptions serves, mounts and unmounts without any option for a port. It runs
-// in a new network namespace, where all ports are free. The thread of the test ends with it, and the
-// namespace ends with the thread.
+// in a new network namespace, where all ports are free. The thread of the test ends with it, and
+// the namespace ends with the thread.
 func TestDefaultPortsNeedNoOptions(t *testing.T) {
 	kit.NeedsFUSE(t)
 	runtime.LockOSThread()

@@ -211,7 +211,7 @@ func TestForcedUmountOfSilentServer(t *testing.T) {
 			kit.Eventually(t, "unmount", func() bool { return len(m.list(t)) == 0 })
 			var exit *exec.ExitError
 			if err := p.cmd.Wait(); !errors.As(err, &exit) || exit.Sys().(syscall.WaitStatus).Signaled() {
-				t.Errorf("the process ended with %v, want an error of its own", err)
+				t.Errorf("the process ended with %v, want exit with an error", err)
 			}
 		})
 	}

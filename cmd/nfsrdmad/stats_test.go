@@ -173,7 +173,9 @@ func TestStatsWatchInTerminal(t *testing.T) {
 		`"$@"; echo $? >"$0.new" && mv "$0.new" "$0"; exec sleep 600`, status}, cmd.Args...)...)
 	wait := func(want string) {
 		t.Helper()
-		kit.Eventually(t, want+" on the screen", func() bool { return strings.Contains(tmux("capture-pane", "-p"), want) })
+		kit.Eventually(t, want+" on the screen", func() bool {
+			return strings.Contains(tmux("capture-pane", "-p"), want)
+		})
 	}
 	wait(dir + " from 127.0.0.1:/: mounted")
 	end := startStatsLoad(t, dir)

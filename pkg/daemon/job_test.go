@@ -79,8 +79,8 @@ func TestServiceLeavesMounts(t *testing.T) {
 		var log bytes.Buffer
 		d := &Daemon{log: hclog.New(&hclog.LoggerOptions{Output: &log}), cfg: DefaultConfig()}
 		if got := d.leavesFor(tt.job, tt.err); got != tt.want || !strings.Contains(log.String(), tt.log) {
-			t.Errorf("job %q, error %v: the mounts stay: %v, log %s; want %v and %q", tt.job, tt.err, got, &log, tt.want,
-				tt.log)
+			t.Errorf("job %q, error %v: the mounts stay: %v, log %s; want %v and %q", tt.job, tt.err, got, &log,
+				tt.want, tt.log)
 		}
 	}
 }

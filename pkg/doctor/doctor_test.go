@@ -312,8 +312,8 @@ func TestTotalTimeIsBounded(t *testing.T) {
 	}
 }
 
-// interruptAtScratchFile runs a diagnosis of dir until the scratch file exists. It calls f before the
-// WRITE reaches the server, and interrupts the diagnosis.
+// interruptAtScratchFile runs a diagnosis of dir until the scratch file exists. It calls f before
+// the WRITE reaches the server, and interrupts the diagnosis.
 func interruptAtScratchFile(t *testing.T, dir string, f func()) *Report {
 	t.Helper()
 	good := serve(t, nfsserve.Config{Dir: dir})

@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // refused reports whether err is the refusal of a mount by allow_mounts, and fails on other errors.
@@ -23,9 +24,7 @@ func refused(t *testing.T, err error) bool {
 func parseAllowed(t *testing.T, text string) Allowed {
 	t.Helper()
 	a, err := ParseAllowed(text)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	return a
 }
 
@@ -123,9 +122,7 @@ func TestParseAllowedErrors(t *testing.T) {
 // allowed directories, and that a link into them is allowed.
 func TestAllowedMountPointIsResolved(t *testing.T) {
 	top, err := filepath.EvalSymlinks(t.TempDir())
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	in, out := filepath.Join(top, "in"), filepath.Join(top, "out")
 	if err := errors.Join(os.MkdirAll(filepath.Join(in, "a"), 0o755), os.MkdirAll(filepath.Join(out, "a"), 0o755),
 		os.Symlink(out, filepath.Join(in, "escape")), os.Symlink(in, filepath.Join(out, "enter"))); err != nil {

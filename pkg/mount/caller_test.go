@@ -58,9 +58,7 @@ func startServer(t testing.TB, serve svcrdma.HandlerFunc) netip.AddrPort {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	l, err := softiwarp.New(softiwarp.Config{}).Listen(ctx, netip.MustParseAddrPort("127.0.0.1:0"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	var server sync.WaitGroup
 	server.Go(func() {
 		if err := svcrdma.Serve(ctx, l, svcrdma.Config{Handler: serve}); err != nil {
@@ -89,9 +87,7 @@ func connectedTo(t testing.TB, server netip.AddrPort, n int) *mountStack {
 	t.Cleanup(s.transports.close)
 	ctx, cancel := context.WithTimeout(context.Background(), kit.Timeout)
 	defer cancel()
-	if err := s.connect(ctx, hclog.NewNullLogger()); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, s.connect(ctx, hclog.NewNullLogger()))
 	for _, tr := range s.transports.all {
 		waitReady(t, tr, true)
 	}
@@ -105,9 +101,7 @@ func callWith(t *testing.T, c *caller, earlier *sunrpc.CallID) sunrpc.CallID {
 	defer cancel()
 	k := &callKeeper{Context: ctx, earlier: earlier}
 	m := sunrpc.Message{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(nfs3.ProcRemove), Cred: noCred}
-	if err := c.Call(k, &m); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, c.Call(k, &m))
 	if k.asked != 1 || len(k.kept) != 1 || k.kept[0].XID != m.XID {
 		t.Fatalf("call with XID %#x: got %d questions, IDs %v; want 1, one with the XID", m.XID, k.asked, k.kept)
 	}
@@ -160,9 +154,7 @@ func relayed(t *testing.T, n int) (*caller, []*kit.Relay) {
 			t.Fatal(err)
 		}
 		c.add(tr)
-		if err := tr.Connect(ctx); err != nil {
-			t.Fatal(err)
-		}
+		kit.Must(t, tr.Connect(ctx))
 		waitReady(t, c.all[i], true)
 	}
 	return c, relays
@@ -275,9 +267,7 @@ func TestMountsShareConnectLimits(t *testing.T) {
 		defer cancel()
 		return s.connect(ctx, hclog.NewNullLogger())
 	}
-	if err := connect(16, time.Minute); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, connect(16, time.Minute))
 	const want = "connect 127.0.0.1: too many other connects to this address wait (connect_rate = 1 per second); " +
 		"mount again later, or increase connect_rate"
 	if err := connect(16, 3*time.Second); err == nil || err.Error() != want {

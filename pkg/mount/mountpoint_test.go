@@ -17,9 +17,7 @@ import (
 func hasFileSystem(t *testing.T, name string) bool {
 	t.Helper()
 	list, err := os.ReadFile("/proc/filesystems")
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	return slices.Contains(strings.Fields(string(list)), name)
 }
 
@@ -42,9 +40,7 @@ func TestCheckMountPointAtAutofs(t *testing.T) {
 	kit.NeedsRoot(t)
 	dir := t.TempDir()
 	r, w, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	defer r.Close()
 	defer w.Close()
 	// autofs(5), "Mounting an autofs filesystem": without pgrp=, this process group acts as the
@@ -68,16 +64,12 @@ func TestCheckMountPointAtAutofs(t *testing.T) {
 	defer f.Close()
 	request.DirFD, request.Process = int(f.Fd()), os.Getpid()
 	p, err := CheckMountPoint(t.Context(), request)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	p.Close()
 
 	// A descriptor of another directory is not a way to mount there.
 	other, err := os.Open(t.TempDir())
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	defer other.Close()
 	request.DirFD = int(other.Fd())
 	_, err = CheckMountPoint(t.Context(), request)

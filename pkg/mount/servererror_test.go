@@ -32,6 +32,10 @@ func TestServerErrorsNameTheProblem(t *testing.T) {
 	status := func(words ...uint32) func(uint32) []byte {
 		return func(xid uint32) []byte { return results(xid, words...) }
 	}
+	noReply := func(uint32) []byte {
+		cancel()
+		return nil
+	}
 	file := append([]uint32{0, uint32(nfs3.NF3REG)}, rootAttributes[2:]...)
 	for _, tt := range []struct {
 		name   string
@@ -54,7 +58,7 @@ func TestServerErrorsNameTheProblem(t *testing.T) {
 		{"stale handle", false, status(70), "NFS3ERR_STALE|check the export"},
 		{"root is a file", false, status(file...), "not a directory"},
 		{"FSINFO not supported", true, status(10004, 0), "NFS3ERR_NOTSUPP"},
-		{"no reply", true, func(uint32) []byte { cancel(); return nil }, "did not answer NFS|set port="}, // the last one
+		{"no reply", true, noReply, "did not answer NFS|set port="}, // the last one: it ends ctx
 	} {
 		server := startServer(t, func(ctx context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
 			h, _, err := sunrpc.ParseCall(call)

@@ -107,9 +107,7 @@ func TestStall(t *testing.T) {
 	dir := t.TempDir()
 	_, err := tab.Mount(t.Context(), control.MountRequest{Spec: "server:/export", Dir: dir,
 		Options: "stall=10,stallabort=20"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	logged := func(want int, text string) {
 		t.Helper()
 		if n := strings.Count(log.String(), text); n != want {

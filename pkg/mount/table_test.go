@@ -138,14 +138,10 @@ func TestTableFindsMountByNameOnly(t *testing.T) {
 	tab, r := testTable(t, func(context.Context, plan) (mountInstance, error) { return s, nil })
 	parent := filepath.Join(r.Dir, "parent")
 	r.Dir = filepath.Join(parent, "mnt")
-	if err := os.MkdirAll(r.Dir, 0o755); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, os.MkdirAll(r.Dir, 0o755))
 	_, err := tab.Mount(context.Background(), r)
 	kit.Must(t, err)
-	if err := os.RemoveAll(parent); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, os.RemoveAll(parent))
 	if st, err := tab.Status(context.Background(), r.Dir+"/"); err != nil || len(st) != 1 {
 		t.Errorf("status: got %v and error %v, want one mount", st, err)
 	}
@@ -226,9 +222,7 @@ func TestLazyUmountFreesMountPoint(t *testing.T) {
 		if _, err := tab.Mount(ctx, r); err != nil {
 			t.Fatal(err)
 		}
-		if err := tab.Umount(ctx, control.UmountRequest{Dir: r.Dir, Mode: control.UmountLazy}); err != nil {
-			t.Fatal(err)
-		}
+		kit.Must(t, tab.Umount(ctx, control.UmountRequest{Dir: r.Dir, Mode: control.UmountLazy}))
 	}
 	if l := tab.List(); len(l) != 3 || l[0].State != control.StateUnmounting {
 		t.Errorf("list: got %+v, want 3 mounts, the first in state unmounting", l)
@@ -397,7 +391,8 @@ func TestRestoredMountHasNoDeadline(t *testing.T) {
 			s.end()
 			return s, nil
 		})
-	e := &entry{plan: plan{dir: "/mnt", left: &leftMount{keeper: &keeper{state: new(fusefs.State)}}, timeout: time.Minute},
+	left := &leftMount{keeper: &keeper{state: new(fusefs.State)}}
+	e := &entry{plan: plan{dir: "/mnt", left: left, timeout: time.Minute},
 		built: make(chan struct{}), ended: make(chan struct{}), removed: make(chan struct{}), restored: func() {}}
 	tab.mu.entries[e.dir] = e
 	tab.work.Add(1)

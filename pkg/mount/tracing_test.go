@@ -166,7 +166,8 @@ func TestTraceEndsWithReader(t *testing.T) {
 	}
 }
 
-// TestTraceFormatsLostEvents adds more events than a ring holds. Events read and events lost add up.
+// TestTraceFormatsLostEvents adds more events than a ring holds. Events read and events lost add
+// up.
 func TestTraceFormatsLostEvents(t *testing.T) {
 	ring := testRing(16)
 	for _, tt := range []struct {

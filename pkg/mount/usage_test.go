@@ -10,6 +10,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 func sample(op fusefs.Op, tid, uid uint32, n int) fusefs.Sample {
@@ -20,9 +21,7 @@ func sample(op fusefs.Op, tid, uid uint32, n int) fusefs.Sample {
 // process that has ended.
 func TestUsageByProcessAndUser(t *testing.T) {
 	child := exec.Command("sleep", "60")
-	if err := child.Start(); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, child.Start())
 	defer func() {
 		_ = child.Process.Kill()
 		_ = child.Wait()
@@ -46,9 +45,7 @@ func TestUsageByProcessAndUser(t *testing.T) {
 	}
 	processes, users := u.usages()
 	command, err := os.ReadFile("/proc/self/comm")
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	for _, want := range []control.Usage{
 		{PID: own, Command: string(command[:len(command)-1]), UID: 1, Requests: 4, ReadBytes: 120, WrittenBytes: 3,
 			Seconds: 4},
