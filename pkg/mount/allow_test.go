@@ -11,6 +11,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
+func TestMain(m *testing.M) { kit.Main(m) }
+
 // refused reports whether err is the refusal of a mount by allow_mounts, and fails on other errors.
 func refused(t *testing.T, err error) bool {
 	t.Helper()

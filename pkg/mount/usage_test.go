@@ -53,7 +53,7 @@ func TestUsageByProcessAndUser(t *testing.T) {
 		{PID: 0, UID: 0, Requests: 1, WrittenBytes: 5, Seconds: 1},
 		{PID: ended, UID: 2, Requests: 1, ReadBytes: 6, Seconds: 1},
 	} {
-		if !contains(processes, want) {
+		if !slices.Contains(processes, want) {
 			t.Errorf("processes: got %+v, want %+v among them", processes, want)
 		}
 	}
@@ -62,7 +62,7 @@ func TestUsageByProcessAndUser(t *testing.T) {
 		{UID: 0, Requests: 1, WrittenBytes: 5, Seconds: 1},
 		{UID: 2, Requests: 1, ReadBytes: 6, Seconds: 1},
 	} {
-		if !contains(users, want) {
+		if !slices.Contains(users, want) {
 			t.Errorf("users: got %+v, want %+v among them", users, want)
 		}
 	}
@@ -70,15 +70,6 @@ func TestUsageByProcessAndUser(t *testing.T) {
 		t.Errorf("got %d processes and %d users, first process %d; want 4 and 3, first %d", len(processes), len(users),
 			processes[0].PID, own)
 	}
-}
-
-func contains(l []control.Usage, want control.Usage) bool {
-	for _, u := range l {
-		if u == want {
-			return true
-		}
-	}
-	return false
 }
 
 // TestUsageNamesProcessOfThread checks that the threads of a process count together.
@@ -118,7 +109,7 @@ func TestUsageIsBounded(t *testing.T) {
 			len(users), maxThreads, maxConsumers, maxConsumers)
 	}
 	want := control.Usage{UID: last, Requests: 1, ReadBytes: 1, Seconds: 1}
-	if !contains(users, want) {
+	if !slices.Contains(users, want) {
 		t.Errorf("users: got none with uid %d, want the latest", last)
 	}
 }
