@@ -2,12 +2,9 @@ package fusefs
 
 import (
 	"context"
-	"io"
 	"os"
 	"path/filepath"
-	"sync"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -16,142 +13,6 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
-
-// getACLs counts GETACLs, and makes each take some time.
-type getACLs struct {
-	nfs3.Caller
-	mu       sync.Mutex
-	calls    int
-	ahead    int // calls that no program asked for
-	inFlight int
-	most     int           // of inFlight
-	hung     chan struct{} // if not nil, calls ahead send a value and wait until their context ends
-}
-
-func (g *getACLs) Call(ctx context.Context, m *sunrpc.Message) error {
-	if m.Prog != nfsacl.Program || m.Proc != nfsacl.ProcGetACL {
-		return g.Caller.Call(ctx, m)
-	}
-	g.mu.Lock()
-	g.calls++
-	g.inFlight++
-	g.most = max(g.most, g.inFlight)
-	_, asked := ctx.(*request)
-	if !asked {
-		g.ahead++
-	}
-	g.mu.Unlock()
-	defer func() {
-		g.mu.Lock()
-		g.inFlight--
-		g.mu.Unlock()
-	}()
-	if !asked && g.hung != nil {
-		g.hung <- struct{}{}
-		<-ctx.Done()
-		return ctx.Err()
-	}
-	time.Sleep(2 * time.Millisecond)
-	return g.Caller.Call(ctx, m)
-}
-
-// list lists a directory as ls -l does, and calls f for each part with the paths of its files.
-func list(t *testing.T, dir string, f func(paths []string)) (files int) {
-	t.Helper()
-	d, err := os.Open(dir)
-	must(t, err)
-	defer d.Close()
-	for err == nil {
-		var names []string
-		names, err = d.Readdirnames(100)
-		for i := range names {
-			names[i] = filepath.Join(dir, names[i])
-		}
-		f(names)
-		files += len(names)
-	}
-	if err != io.EOF {
-		t.Fatal(err)
-	}
-	return files
-}
-
-func askACLs(t *testing.T, paths []string) {
-	t.Helper()
-	for _, p := range paths {
-		if _, err := unix.Lgetxattr(p, nfsacl.XattrAccess, nil); err != unix.ENODATA {
-			t.Fatalf("getxattr %s: got %v, want ENODATA", p, err)
-		}
-	}
-}
-
-// TestACLsAreFetchedAhead checks that ls -l causes one GETACL for each file, several at a time, and
-// that a program that needs no ACLs causes none.
-func TestACLsAreFetchedAhead(t *testing.T) {
-	t.Parallel()
-	const files = 1500
-	e := startOwnExport(t)
-	createNames(t, filepath.Join(e.dir, "d"), files)
-	var g *getACLs
-	m := e.mount(t, mountConfig{wrap: func(c nfs3.Caller) nfs3.Caller {
-		g = &getACLs{Caller: c}
-		return g
-	}})
-	list(t, m.path("d"), func([]string) {})
-	g.mu.Lock()
-	if g.calls > 0 {
-		t.Errorf("list without ACLs: got %d GETACLs, want none", g.calls)
-	}
-	g.mu.Unlock()
-	if n := list(t, m.path("d"), func(paths []string) { askACLs(t, paths) }); n != files {
-		t.Fatalf("list: got %d files, want %d", n, files)
-	}
-	m.fs.work.Wait()
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	if g.calls < files || g.calls > files+files/50 { // a reply is not kept if the node changes meanwhile
-		t.Errorf("got %d GETACLs, want one for each of %d files", g.calls, files)
-	}
-	if g.ahead < files/2 {
-		t.Errorf("got %d GETACLs ahead of the program, want most of %d", g.ahead, files)
-	}
-	if g.most < aclAheadCalls || g.most > aclAheadCalls+1 {
-		t.Errorf("got %d GETACLs at a time, want %d ahead and one for the program", g.most, aclAheadCalls)
-	}
-}
-
-// TestACLsAheadEndWithFS checks that calls ahead do not delay the end of a mount whose server does
-// not answer.
-func TestACLsAheadEndWithFS(t *testing.T) {
-	t.Parallel()
-	e := startOwnExport(t)
-	createNames(t, filepath.Join(e.dir, "d"), 1500)
-	var g *getACLs
-	m := e.mount(t, mountConfig{wrap: func(c nfs3.Caller) nfs3.Caller {
-		g = &getACLs{Caller: c, hung: make(chan struct{}, aclAheadCalls)}
-		return g
-	}})
-	asked := false
-	list(t, m.path("d"), func(paths []string) {
-		if !asked {
-			askACLs(t, paths[:aclAheadStart])
-			asked = true
-		}
-	})
-	select {
-	case <-g.hung:
-	case <-time.After(testTimeout):
-		t.Fatal("no ACL is fetched ahead")
-	}
-	m.unmount(t)
-	ctx, cancel := context.WithTimeout(t.Context(), testTimeout)
-	defer cancel()
-	begin := time.Now()
-	m.fs.Close(ctx)
-	if d := time.Since(begin); d > aclAheadTimeout/2 {
-		t.Errorf("the end of the FS took %v", d)
-	}
-}
 
 // heldSetAttr holds SETATTRs back until released.
 type heldSetAttr struct {
@@ -199,5 +60,60 @@ func TestModeChangeDropsACL(t *testing.T) {
 	must(t, err)
 	if want := string(b[:n]); after != want || before == want {
 		t.Errorf("got the ACL %x, before %x; want %x on the server, and another one before", after, before, want)
+	}
+}
+
+// TestACLsAreFetchedAhead checks that ls -l causes several GETACLs at a time for the files that
+// follow, that a program that needs no ACLs causes none, and that calls ahead end with the FS.
+func TestACLsAreFetchedAhead(t *testing.T) {
+	e := startOwnExport(t)
+	createNames(t, filepath.Join(e.dir, "d"), 600)
+	asked := make(chan struct{}, 600)
+	ahead := make(chan context.Context, 600)
+	m := e.mount(t, mountConfig{wrap: func(c nfs3.Caller) nfs3.Caller {
+		return callerFunc(func(ctx context.Context, m *sunrpc.Message) error {
+			if m.Prog != nfsacl.Program || m.Proc != nfsacl.ProcGetACL {
+				return c.Call(ctx, m)
+			}
+			if _, ok := ctx.(*request); ok { // a program waits
+				asked <- struct{}{}
+				return c.Call(ctx, m)
+			}
+			ahead <- ctx
+			<-ctx.Done()
+			return ctx.Err()
+		})
+	}})
+	list := func(f func(paths []string)) {
+		dir, err := os.Open(m.path("d"))
+		must(t, err)
+		defer dir.Close()
+		for err == nil {
+			var names []string
+			names, err = dir.Readdirnames(100)
+			f(names)
+		}
+	}
+	list(func([]string) {})
+	if len(asked)+len(ahead) > 0 {
+		t.Errorf("list without ACLs: got %d GETACLs, want none", len(asked)+len(ahead))
+	}
+	list(func(names []string) {
+		for _, name := range names[:min(len(names), aclAheadStart)] {
+			if _, err := unix.Lgetxattr(m.path("d/"+name), nfsacl.XattrAccess, nil); err != unix.ENODATA {
+				t.Fatalf("getxattr %s: got %v, want ENODATA", name, err)
+			}
+		}
+	})
+	var calls []context.Context
+	for range aclAheadCalls {
+		calls = append(calls, <-ahead)
+	}
+	m.unmount(t)
+	m.fs.Close(t.Context())
+	for _, ctx := range calls {
+		if context.Cause(ctx) != context.Canceled {
+			t.Errorf("end of a call ahead: got %v, want that the end of the FS cancels it", context.Cause(ctx))
+		}
 	}
 }

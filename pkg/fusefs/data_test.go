@@ -1,39 +1,18 @@
 package fusefs
 
 import (
-	"bytes"
-	"context"
 	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
-	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
-
-// restartingServer simulates a server that restarts. restartingServer keeps UNSTABLE data until
-// COMMIT. After every `every` calls it drops that data and changes its verifier.
-type restartingServer struct {
-	nfs3.Caller
-	every int // calls of WRITE and COMMIT between two restarts
-
-	mu      sync.Mutex
-	calls   int
-	verf    byte
-	pending []pendingWrite
-}
-
-type pendingWrite struct {
-	cred, args, data []byte
-	pos              int
-}
 
 // Offsets in the XDR of WRITE's arguments and results, counted from the end (RFC 1813 §3.3.7).
 const (
@@ -41,130 +20,6 @@ const (
 	verfFromEnd = 8  // the verifier is the last field of the results
 	commFromEnd = 12 // committed precedes the verifier
 )
-
-func (s *restartingServer) Call(ctx context.Context, m *sunrpc.Message) error {
-	switch nfs3.Proc(m.Proc) {
-	case nfs3.ProcWrite:
-		return s.write(ctx, m)
-	case nfs3.ProcCommit:
-		return s.commit(ctx, m)
-	}
-	return s.Caller.Call(ctx, m)
-}
-
-func (s *restartingServer) countCall() {
-	if s.calls++; s.calls%s.every == 0 {
-		s.verf++
-		s.pending = nil
-	}
-}
-
-// write sends each WRITE as FILE_SYNC, so that file sizes are correct. For an UNSTABLE request it
-// writes wrong data and keeps the correct data until COMMIT.
-func (s *restartingServer) write(ctx context.Context, m *sunrpc.Message) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.countCall()
-	at := len(m.Args) - argStable
-	unstable := m.Args[at+3] == byte(nfs3.Unstable)
-	if unstable {
-		s.pending = append(s.pending, pendingWrite{bytes.Clone(m.Cred), bytes.Clone(m.Args), bytes.Clone(m.ArgData),
-			m.ArgDataPos})
-		m.Args[at+3] = byte(nfs3.FileSync)
-		m.ArgData = bytes.Repeat([]byte{0xEE}, len(m.ArgData))
-	}
-	if err := s.Caller.Call(ctx, m); err != nil {
-		return err
-	}
-	s.stamp(m, unstable)
-	return nil
-}
-
-func (s *restartingServer) commit(ctx context.Context, m *sunrpc.Message) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.countCall()
-	for _, w := range s.pending {
-		args := w.args
-		args[len(args)-argStable+3] = byte(nfs3.FileSync)
-		msg := sunrpc.Message{Prog: m.Prog, Vers: m.Vers, Proc: uint32(nfs3.ProcWrite), Cred: w.cred, Args: args,
-			ArgData: w.data, ArgDataPos: w.pos, MaxResult: 1 << 12, Result: make([]byte, 0, 1<<12), ResultDataLen: -1}
-		if err := s.Caller.Call(ctx, &msg); err != nil {
-			return err
-		}
-	}
-	s.pending = nil
-	if err := s.Caller.Call(ctx, m); err != nil {
-		return err
-	}
-	s.stamp(m, false)
-	return nil
-}
-
-func (s *restartingServer) stamp(m *sunrpc.Message, unstable bool) {
-	n := len(m.Result)
-	if n < commFromEnd || !bytes.Equal(m.Result[:4], []byte{0, 0, 0, 0}) {
-		return
-	}
-	for i := n - verfFromEnd; i < n; i++ {
-		m.Result[i] = s.verf
-	}
-	if unstable {
-		m.Result[n-commFromEnd+3] = byte(nfs3.Unstable)
-	}
-}
-
-// TestVerifierChangeReplaysWrites writes several files with overlapping ranges to a server that
-// drops unstable data. TestVerifierChangeReplaysWrites then compares the stable data.
-func TestVerifierChangeReplaysWrites(t *testing.T) {
-	e := startExport(t)
-	for _, every := range []int{5, 13} {
-		m := e.mount(t, mountConfig{opts: Options{WSize: 64 << 10}, buffers: 6, bufSize: 64 << 10,
-			wrap: func(c nfs3.Caller) nfs3.Caller { return &restartingServer{Caller: c, every: every} }})
-		var wg sync.WaitGroup
-		for file := range 3 {
-			wg.Go(func() {
-				name := string(rune('a' + file))
-				want := randomBytes(uint64(file), 1<<20+file*777)
-				f, err := os.Create(m.path(name))
-				if err != nil {
-					t.Error(err)
-					return
-				}
-				for _, part := range []struct{ off, n int }{{0, 700_000}, {300_000, 400_000},
-					{900_000, len(want) - 900_000}, {650_000, 300_000}, {10, 100_000}} {
-					data := want[part.off : part.off+part.n]
-					if part.off == 0 || part.off == 300_000 { // a later write overwrites this range
-						data = bytes.Clone(data)
-						for i := 350_000 - part.off; i < 650_000-part.off && i < len(data); i += 7 {
-							if part.off == 0 {
-								data[i] ^= 0x55
-							}
-						}
-					}
-					if _, err := f.WriteAt(data, int64(part.off)); err != nil {
-						t.Error(err)
-					}
-				}
-				if err := f.Sync(); err != nil {
-					t.Error(err)
-				}
-				if err := f.Close(); err != nil {
-					t.Error(err)
-				}
-				got, err := os.ReadFile(filepath.Join(e.dir, name))
-				if err != nil || !bytes.Equal(got, want) {
-					t.Errorf("restart every %d calls: file %s differs from the written data (read error %v)", every,
-						name, err)
-				}
-			})
-		}
-		wg.Wait()
-		if m.fs.Counters.Replays.Load() == 0 {
-			t.Errorf("restart every %d calls: got 0 replays, want more", every)
-		}
-	}
-}
 
 // TestWriteErrorReportedOncePerOpenFile checks that each open file reports a write error once.
 func TestWriteErrorReportedOncePerOpenFile(t *testing.T) {

@@ -43,21 +43,6 @@ func (m *testMount) busyFiles(t *testing.T, prefix string, n int, over <-chan st
 	}
 }
 
-// promptly fails the test when f fails, or does not end although the server answers f's calls.
-func promptly(t *testing.T, what string, f func() error) {
-	t.Helper()
-	done := make(chan error, 1)
-	go func() { done <- f() }()
-	select {
-	case err := <-done:
-		if err != nil {
-			t.Errorf("%s: %v", what, err)
-		}
-	case <-time.After(testTimeout):
-		t.Errorf("%s: still waits after %v", what, testTimeout)
-	}
-}
-
 // busyCase lists how many files are busy, and which calls.
 type busyCase struct {
 	name    string

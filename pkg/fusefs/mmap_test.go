@@ -171,17 +171,3 @@ func TestMmapAfterTruncateByOtherClient(t *testing.T) {
 	runMmapStep(t, "cut by another client", a.path("f"))
 	<-done
 }
-
-// TestMmapIsSeenByOtherMountAtOpen changes a file through a mapping on one mount while another
-// mount has its pages.
-func TestMmapIsSeenByOtherMountAtOpen(t *testing.T) {
-	t.Parallel()
-	eachServer(t, func(t *testing.T, e *export) {
-		a, b := e.mount(t, mountConfig{}), e.mount(t, mountConfig{})
-		must(t, os.WriteFile(a.path("f"), make([]byte, mmapSize), 0o644))
-		wantContent(t, b.path("f"), make([]byte, mmapSize))
-		e.awaitTick(t)
-		runMmapStep(t, "sync", a.path("f"))
-		wantContent(t, b.path("f"), randomBytes(1, mmapSize))
-	})
-}

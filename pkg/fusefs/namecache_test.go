@@ -2,13 +2,10 @@ package fusefs
 
 import (
 	"fmt"
-	"os"
-	"path/filepath"
 	"testing"
 	"time"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
-	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
@@ -44,29 +41,6 @@ func TestWaitingExpiryBoundsNames(t *testing.T) {
 	if n := fs.inodes.names.Load() - int64(len(dir.names.names)); n != maxCachedNames-left {
 		t.Errorf("names of other directories after the notifications: got %d, want %d", n, maxCachedNames-left)
 	}
-}
-
-// TestCreateKeepsTimeOfName opens a name that another client created, after a change of the
-// directory that is later than the LOOKUP of the name. The kernel must not cache the name.
-func TestCreateKeepsTimeOfName(t *testing.T) {
-	e := startOwnExport(t)
-	must(t, os.WriteFile(filepath.Join(e.dir, "f"), nil, 0o644))
-	m := e.mount(t, mountConfig{opts: Options{SharedNames: true}})
-	root := m.fs.inodes.get(fuse.FUSE_ROOT_ID)
-	r := &request{done: make(chan struct{}), cred: m.fs.creds.encode(0, 0, nil)}
-	var out fuse.CreateOut
-	ino, err := m.fs.lookupOnce(r, root, "f", &out.EntryOut)
-	must(t, err)
-	if out.EntryTimeout() == 0 {
-		t.Fatal("time of a name without a change: got 0, want more")
-	}
-	out.SetEntryTimeout(0) // as cacheName does after a change
-	must(t, m.fs.openExisting(r, ino, unix.O_RDONLY, &out))
-	if out.EntryTimeout() != 0 {
-		t.Errorf("time of the name: got %v, want 0", out.EntryTimeout())
-	}
-	m.fs.Release(nil, &fuse.ReleaseIn{Fh: out.Fh})
-	m.fs.Forget(ino.id, 1)
 }
 
 // TestKeptNameIsOrderedWithChanges checks that no change of a directory can come between the check

@@ -2,7 +2,6 @@ package fusefs
 
 import (
 	"path/filepath"
-	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -35,23 +34,6 @@ func TestSecondUserWaitsForKernelNames(t *testing.T) {
 		}
 		for _, uid := range []uint32{0, 1000, 2000} {
 			admit(uid, 0)
-		}
-	})
-}
-
-func TestInterruptedLookupOfSecondUser(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		var s soleUser
-		r := &request{done: make(chan struct{})}
-		if err := s.admit(r, 1); err != nil {
-			t.Fatal(err)
-		}
-		close(r.done)
-		if err := s.admit(r, 2); err != syscall.EINTR {
-			t.Errorf("lookup of an interrupted second user: got %v, want EINTR", err)
-		}
-		if s.alone() {
-			t.Error("after the lookup of a second user: got one user")
 		}
 	})
 }

@@ -170,23 +170,6 @@ func TestFullTables(t *testing.T) {
 	}
 }
 
-// TestNodeWithoutRecordGetsOne opens a file whose node got no record when the kernel looked it up.
-func TestNodeWithoutRecordGetsOne(t *testing.T) {
-	e := startOwnExport(t)
-	must(t, os.WriteFile(e.dir+"/f", nil, 0o644))
-	state := newTestState(t, 16)
-	m := e.mount(t, mountConfig{opts: Options{State: state}})
-	node, handle := openDirect(t, m.fs, "f")
-	m.fs.Release(nil, &fuse.ReleaseIn{Fh: handle})
-	ino := m.fs.inodes.get(node)
-	state.freeNode(ino)
-	node2, handle := openDirect(t, m.fs, "f")
-	if node2 != node || state.nodes.Len() != 1 || ino.kept == 0 {
-		t.Errorf("after an open: node %d, want %d; %d records of nodes, want 1", node2, node, state.nodes.Len())
-	}
-	m.fs.Release(nil, &fuse.ReleaseIn{Fh: handle})
-}
-
 // TestFullTableOfNodes uses more nodes than the State has records. The first node without a record
 // is reported.
 func TestFullTableOfNodes(t *testing.T) {

@@ -203,24 +203,6 @@ func TestCreateOfExistingNameDropsPages(t *testing.T) {
 	}
 }
 
-// TestCreateOfExistingDirectoryOrLink creates a name that another client has just made a symbolic
-// link or a directory.
-func TestCreateOfExistingDirectoryOrLink(t *testing.T) {
-	e := startOwnExport(t)
-	must(t, os.Mkdir(filepath.Join(e.dir, "dir"), 0o755))
-	must(t, os.WriteFile(filepath.Join(e.dir, "target"), []byte("x"), 0o600))
-	must(t, os.Symlink("target", filepath.Join(e.dir, "link")))
-	m, s := e.mountScripted(t, mountConfig{})
-	for name, wanted := range map[string]error{"dir": syscall.EISDIR, "link": nil} {
-		s.on(times(1, status(nfs3.ErrNoEnt)), nfs3.ProcLookup)
-		fd, err := unix.Open(m.path(name), unix.O_WRONLY|unix.O_CREAT|unix.O_CLOEXEC, 0o644)
-		want(t, "open "+name, err, wanted)
-		if err == nil {
-			unix.Close(fd)
-		}
-	}
-}
-
 // TestNewFileMayDenyItsCreator creates files whose mode does not allow the open that creates them.
 func TestNewFileMayDenyItsCreator(t *testing.T) {
 	eachServer(t, func(t *testing.T, e *export) {
