@@ -4,19 +4,23 @@ import (
 	"bufio"
 	"bytes"
 	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-// capture records the loopback traffic of one port while f runs, and returns the name of the file.
-func capture(t *testing.T, port uint16, f func()) string {
+// capture records the loopback traffic of the server at addr while f runs, and returns the name of
+// the file.
+func capture(t *testing.T, addr netip.AddrPort, f func()) string {
 	t.Helper()
 	kit.NeedsRoot(t)
 	dumpcap, err := exec.LookPath("dumpcap")
@@ -27,21 +31,26 @@ func capture(t *testing.T, port uint16, f func()) string {
 		t.Fatal("tshark is not installed; run make deps, or install tshark")
 	}
 	file := filepath.Join(t.TempDir(), "siw.pcapng")
-	cmd := exec.Command(dumpcap, "-q", "-i", "lo", "-B", "64", "-f", fmt.Sprintf("tcp port %d", port), "-w", file)
+	cmd := exec.Command(dumpcap, "-q", "-i", "lo", "-B", "64", "-f", fmt.Sprintf("tcp port %d", addr.Port()), "-w", file)
 	stderr, err := cmd.StderrPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
+	kit.Must(t, cmd.Start())
 	lines := bufio.NewScanner(stderr)
 	// wait for the start of the capture
 	for lines.Scan() && !strings.HasPrefix(lines.Text(), "File:") {
 	}
 	f()
-	// dumpcap receives packets in blocks, at least once a second
-	time.Sleep(1500 * time.Millisecond)
+	// The capture is complete when it has the last packet.
+	last, err := net.Dial("tcp", addr.String())
+	kit.Must(t, err)
+	defer last.Close()
+	const mark = "the last packet of the capture"
+	io.WriteString(last, mark)
+	kit.Eventually(t, "last packet", func() bool {
+		b, err := os.ReadFile(file)
+		kit.Must(t, err)
+		return bytes.Contains(b, []byte(mark))
+	})
 	cmd.Process.Signal(syscall.SIGINT)
 	for lines.Scan() {
 		if strings.Contains(lines.Text(), "dropped") {
@@ -71,11 +80,11 @@ func tshark(t *testing.T, file string, args ...string) string {
 // TestTsharkDecodesStream checks that tshark decodes both directions as MPA, DDP and RDMAP, with
 // valid CRCs and without malformed packets.
 func TestTsharkDecodesStream(t *testing.T) {
-	for _, cfg := range []Config{{CRC: true}, {}, {CRC: true, MaxFPDU: 1448}} {
-		d := newUnconnectedPair(t, cfg)
-		file := capture(t, d.port, func() {
-			d.connect()
-			r := newRPC(d.pair, 100001)
+	for _, cfg := range []Config{{}, {CRC: true, MaxFPDU: 1448}} {
+		addr, endpoints := acceptAll(t, cfg)
+		file := capture(t, addr, func() {
+			d := newPair(t, cfg, addr, endpoints)
+			r := newRPC(d, 100001)
 			for range 3 {
 				r.run()
 			}

@@ -1,88 +1,64 @@
 package softiwarp
 
 import (
-	"context"
+	"errors"
 	"net"
+	"os"
 	"testing"
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestPendingConnectionsAreBounded opens connections that send no request or are not accepted. The
-// listener keeps maxPending of them and closes further ones. The listener accepts new ones after a
-// timeout or an Accept.
+// listener keeps maxPending of them. A further one replaces one that has sent no request; otherwise
+// it is closed. An Accept makes room for another one.
 func TestPendingConnectionsAreBounded(t *testing.T) {
 	dial := func(t *testing.T, l verbs.Listener, send []byte) *net.TCPConn {
 		t.Helper()
 		c, err := net.Dial("tcp", l.Addr().String())
-		if err != nil {
-			t.Fatal(err)
-		}
+		kit.Must(t, err)
 		t.Cleanup(func() { c.Close() })
 		c.Write(send)
 		return c.(*net.TCPConn)
 	}
-	ended := func(c *net.TCPConn, within time.Duration) bool {
-		c.SetReadDeadline(time.Now().Add(within))
-		_, err := c.Read(make([]byte, 1))
-		ne, ok := err.(net.Error)
-		return err != nil && !(ok && ne.Timeout())
+	ended := func(c *net.TCPConn) {
+		t.Helper()
+		c.SetReadDeadline(time.Now().Add(kit.Timeout))
+		if _, err := c.Read(make([]byte, 1)); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Errorf("connection above the limit: got %v, want its end", err)
+		}
 	}
 	request := (&mpaFrame{enhanced: true, rev: mpaRev2, ird: 1}).append(nil)
 	for name, send := range map[string][]byte{"silent": nil, "not accepted": request} {
 		t.Run(name, func(t *testing.T) {
-			vl, err := New(Config{RequestTimeout: 2 * time.Second}).Listen(testContext(t), loopback)
-			if err != nil {
-				t.Fatal(err)
-			}
+			vl, err := New(Config{RequestTimeout: time.Hour}).Listen(testContext(t), loopback)
+			kit.Must(t, err)
 			defer vl.Close()
 			l := vl.(*listener)
-			var first *net.TCPConn
-			for i := range maxPending {
-				c := dial(t, l, send)
-				if i == 0 {
-					first = c
-				}
+			first := dial(t, l, send)
+			for range maxPending - 1 {
+				dial(t, l, send)
 			}
-			eventually(t, "maxPending connections are pending", func() bool { return len(l.slots) == maxPending })
-			if send != nil {
-				eventually(t, "all requests are read", func() bool { return len(l.ready) == maxPending })
-			}
-			next := dial(t, l, send)
+			kit.Eventually(t, "full listener", func() bool { return len(l.slots) == maxPending })
 			if send == nil {
-				if !ended(first, testTimeout) {
-					t.Error("the oldest connection without a request is open, want it replaced by a later one")
-				}
-				if !ended(next, testTimeout) {
-					t.Error("a connection without a request is open after RequestTimeout")
-				}
-			} else {
-				if !ended(next, testTimeout) {
-					t.Errorf("connection %d is open, want it closed", maxPending+1)
-				}
-				if ended(first, 10*time.Millisecond) {
-					t.Error("a connection with a request was closed because of a later one")
-				}
-				r, err := l.Accept(context.Background())
-				if err != nil {
-					t.Fatal(err)
-				}
-				r.Close()
+				dial(t, l, nil)
+				ended(first)
+				return
 			}
-			eventually(t, "fewer than maxPending connections are pending",
-				func() bool { return len(l.slots) < maxPending })
-			c := dial(t, l, request)
-			if send == nil {
+			kit.Eventually(t, "read requests", func() bool { return len(l.ready) == maxPending })
+			ended(dial(t, l, send))
+			for range maxPending {
 				r, err := l.Accept(testContext(t))
-				if err != nil {
-					t.Fatal(err)
-				}
+				kit.Must(t, err)
 				r.Close()
 			}
-			if send != nil && ended(c, 10*time.Millisecond) {
-				t.Error("a connection within the limit was closed")
-			}
+			kit.Eventually(t, "empty listener", func() bool { return len(l.slots) == 0 })
+			dial(t, l, request)
+			r, err := l.Accept(testContext(t))
+			kit.Must(t, err)
+			r.Close()
 		})
 	}
 }
