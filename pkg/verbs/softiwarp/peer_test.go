@@ -12,10 +12,8 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
-
-// testTimeout bounds every wait of these tests.
-const testTimeout = 20 * time.Second
 
 // A rawPeer is the connecting end of a TCP connection. A rawPeer sends any bytes that a test needs.
 type rawPeer struct {
@@ -67,7 +65,7 @@ func (p *rawPeer) send(ulpdus ...[]byte) {
 
 func (p *rawPeer) write(b []byte) {
 	p.t.Helper()
-	p.c.SetWriteDeadline(time.Now().Add(testTimeout))
+	p.c.SetWriteDeadline(time.Now().Add(kit.Timeout))
 	if _, err := p.c.Write(b); err != nil {
 		p.t.Fatalf("write %d bytes: %v", len(b), err)
 	}
@@ -76,7 +74,7 @@ func (p *rawPeer) write(b []byte) {
 // next reads one FPDU, checks its trailer and returns the header and the payload.
 func (p *rawPeer) next() (header, []byte, error) {
 	p.t.Helper()
-	p.c.SetReadDeadline(time.Now().Add(testTimeout))
+	p.c.SetReadDeadline(time.Now().Add(kit.Timeout))
 	var l [fpduLenSize]byte
 	if _, err := io.ReadFull(p.c, l[:]); err != nil {
 		return header{}, nil, err
@@ -172,19 +170,15 @@ func newEndpointOf(t testing.TB, id verbs.ConnID, recvSize int) *endpoint {
 	t.Helper()
 	v := &endpoint{t: t, id: id, disconnected: make(chan error, 2), recvs: make(chan verbs.WorkCompletion, 64)}
 	var err error
-	if v.pd, err = id.Device().AllocPD(); err != nil {
-		t.Fatal(err)
-	}
-	if v.cq, err = id.Device().CreateCQ(64); err != nil {
-		t.Fatal(err)
-	}
+	v.pd, err = id.Device().AllocPD()
+	kit.Must(t, err)
+	v.cq, err = id.Device().CreateCQ(64)
+	kit.Must(t, err)
 	q, err := id.CreateQP(v.pd, verbs.QPInitAttr{
 		SendCQ: v.cq, RecvCQ: v.cq, MaxSendWR: 32, MaxRecvWR: 32, MaxSendSGE: 4, InlineHandlers: true,
 		OnDisconnect: func(cause error) { v.disconnected <- cause },
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	v.qp = q.(*qp)
 	t.Cleanup(func() {
 		id.Close()
@@ -205,26 +199,43 @@ func newEndpointOf(t testing.TB, id verbs.ConnID, recvSize int) *endpoint {
 // run posts one request and waits for its completion.
 func (v *endpoint) run(wr *verbs.WorkRequest) verbs.WorkCompletion {
 	v.t.Helper()
-	c := make(chan verbs.WorkCompletion, 1)
+	c := v.post(wr)
+	return next(v.t, wr.Opcode.String(), c)
+}
+
+// next returns the next value of c.
+func next[T any](t testing.TB, what string, c <-chan T) T {
+	t.Helper()
+	select {
+	case x := <-c:
+		return x
+	case <-time.After(kit.Timeout):
+		t.Fatalf("timeout: no %s", what)
+		panic("unreachable")
+	}
+}
+
+// post posts one request and returns the channel of its completion.
+func (v *endpoint) post(wr *verbs.WorkRequest) <-chan verbs.WorkCompletion {
+	v.t.Helper()
+	c := make(chan verbs.WorkCompletion, 2)
 	wr.Signaled, wr.Done = true, func(wc *verbs.WorkCompletion) { c <- *wc }
 	if _, err := v.qp.PostSend(wr); err != nil {
 		v.t.Fatalf("post %v: %v", wr.Opcode, err)
 	}
-	select {
-	case wc := <-c:
-		return wc
-	case <-time.After(testTimeout):
-		v.t.Fatalf("%v did not complete", wr.Opcode)
-		return verbs.WorkCompletion{}
-	}
+	return c
+}
+
+// postWrite posts an RDMA Write of n bytes.
+func (v *endpoint) postWrite(n int) <-chan verbs.WorkCompletion {
+	v.t.Helper()
+	return v.post(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: 1, SGList: []verbs.SGE{{Buf: make([]byte, n)}}})
 }
 
 func (v *endpoint) allocMR(pd verbs.PD, depth int) verbs.MR {
 	v.t.Helper()
 	m, err := pd.AllocMR(depth)
-	if err != nil {
-		v.t.Fatal(err)
-	}
+	kit.Must(v.t, err)
 	v.t.Cleanup(func() { m.Dereg() })
 	return m
 }
@@ -252,9 +263,7 @@ func (v *endpoint) windows() {
 	v.wmr, v.wkey = v.register(verbs.AccessLocalWrite|verbs.AccessRemoteWrite, 0x10, win[:700], win[700:701], win[701:])
 	_, v.rkey = v.register(verbs.AccessRemoteRead, 0x20, win[:1], win[1:])
 	pd, err := v.id.Device().AllocPD()
-	if err != nil {
-		v.t.Fatal(err)
-	}
+	kit.Must(v.t, err)
 	v.t.Cleanup(func() { pd.Dealloc() })
 	v.otherPD = allow(v.allocMR(pd, 1), v.qp, win)
 	v.otherQP = allow(v.allocMR(v.pd, 1), &qp{}, win)
@@ -270,24 +279,12 @@ func allow(m verbs.MR, q *qp, mem []byte) uint32 {
 // cause waits for OnDisconnect and returns its argument.
 func (v *endpoint) cause() error {
 	v.t.Helper()
-	select {
-	case err := <-v.disconnected:
-		return err
-	case <-time.After(testTimeout):
-		v.t.Fatal("OnDisconnect was not called")
-		return nil
-	}
+	return next(v.t, "call of OnDisconnect", v.disconnected)
 }
 
 func (v *endpoint) received() verbs.WorkCompletion {
 	v.t.Helper()
-	select {
-	case wc := <-v.recvs:
-		return wc
-	case <-time.After(testTimeout):
-		v.t.Fatal("no Receive completed")
-		return verbs.WorkCompletion{}
-	}
+	return next(v.t, "completion of a Receive", v.recvs)
 }
 
 // terminate checks that the connection ended with a Terminate of this side, and returns its code.
@@ -304,33 +301,24 @@ func (v *endpoint) terminate() termCode {
 // connectRaw connects a rawPeer to a new endpoint with windows.
 func connectRaw(t testing.TB, cfg Config) (*rawPeer, *endpoint) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), kit.Timeout)
 	defer cancel()
 	l, err := New(cfg).Listen(ctx, loopback)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	defer l.Close()
 	c, err := net.Dial("tcp", l.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { c.Close() })
+	kit.Must(t, err)
 	req := mpaFrame{enhanced: true, rev: mpaRev2, ird: 4, ord: 4, crc: cfg.CRC}
-	if _, err := c.Write(req.append(nil)); err != nil {
-		t.Fatal(err)
-	}
+	_, err = c.Write(req.append(nil))
+	kit.Must(t, err)
 	r, err := l.Accept(ctx)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	v := newEndpoint(t, r)
-	if err := r.Accept(ctx, endpointParam); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, r.Accept(ctx, endpointParam))
 	if rep, err := readMPAFrame(c, true); err != nil || rep.crc != cfg.CRC || rep.reject {
 		t.Fatalf("MPA reply: got %+v, error %v; want one that accepts the connection", rep, err)
 	}
+	t.Cleanup(func() { c.Close() }) // before the endpoint waits for the end of the stream
 	v.windows()
 	return &rawPeer{t: t, c: c.(*net.TCPConn), crc: cfg.CRC}, v
 }

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestReceivedTerminateIsReported checks both bit orders, the cause given to OnDisconnect, and the
@@ -26,15 +27,9 @@ func TestReceivedTerminateIsReported(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			p, v := connectRaw(t, defaultConfig)
 			p.send(tagged(opWrite, true, 0, 0, nil)) // allows the responder to send
-			read := make(chan verbs.WorkCompletion, 1)
-			if _, err := v.qp.PostSend(&verbs.WorkRequest{
-				Opcode: verbs.OpRDMARead, Signaled: true, Done: func(wc *verbs.WorkCompletion) { read <- *wc },
-				SGList: []verbs.SGE{{Buf: make([]byte, 8)}},
-			}); err != nil {
-				t.Fatal(err)
-			}
+			read := v.post(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, SGList: sges(8)})
 			p.mustNext()
-			p.send(untagged(opTerminate, true, 0, qnTerminate, 1, 0, unhex(t, c.wire)))
+			p.send(untagged(opTerminate, true, 0, qnTerminate, 1, 0, kit.Unhex(c.wire)))
 			var te *verbs.TerminateError
 			if err := v.cause(); !errors.As(err, &te) || te.Local || (termCode{te.Layer, te.EType, te.Code}) != c.want {
 				t.Errorf("cause: got %v, want the peer's Terminate %+v", err, c.want)
@@ -81,18 +76,10 @@ func TestInvalidReadResponseTerminates(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			p, v := connectRaw(t, defaultConfig)
 			p.send(tagged(opWrite, true, 0, 0, nil))
-			read := make(chan verbs.WorkCompletion, 1)
 			sink := make([]byte, 200)
-			if _, err := v.qp.PostSend(&verbs.WorkRequest{
-				Opcode: verbs.OpRDMARead, Signaled: true, Done: func(wc *verbs.WorkCompletion) { read <- *wc },
-				SGList: []verbs.SGE{{Buf: sink[50:150]}}, RKey: 3, RemoteAddr: 4,
-			}); err != nil {
-				t.Fatal(err)
-			}
-			h, b := p.mustNext()
-			if h.op != opReadRequest || h.qn != qnReadReq || h.msn != 1 || h.mo != 0 || !h.last {
-				t.Fatalf("Read Request: got header %+v", h)
-			}
+			read := v.post(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, SGList: []verbs.SGE{{Buf: sink[50:150]}},
+				RKey: 3, RemoteAddr: 4})
+			_, b := p.mustNext()
 			var r readRequest
 			r.parseRDMAP(b)
 			if r.size != 100 || r.srcSTag != 3 || r.srcTO != 4 {

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // newMR returns an MR and a QP of its domain.
@@ -13,9 +14,7 @@ func newMR(t *testing.T) (*mr, *qp) {
 	t.Helper()
 	pd := &protectionDomain{dev: New(defaultConfig).(*provider).dev}
 	m, err := pd.AllocMR(1)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	return m.(*mr), &qp{dev: pd.dev, pd: pd}
 }
 

@@ -5,12 +5,13 @@ import (
 	"encoding/binary"
 	"errors"
 	"io"
-	"math/rand/v2"
 	"net"
+	"runtime"
 	"testing"
-	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"golang.org/x/sys/unix"
 )
 
 // withControl overwrites bits of a ULPDU's control word.
@@ -319,72 +320,29 @@ func checkExchange(t *testing.T, p *rawPeer, v *endpoint, want []byte) {
 	}
 }
 
-// TestStreamMaySplitAnywhere splits the stream at every byte, as TCP can.
+// TestStreamMaySplitAnywhere sends the stream byte by byte. The reader takes each byte before the
+// next one is sent.
 func TestStreamMaySplitAnywhere(t *testing.T) {
 	for _, crc := range []bool{false, true} {
 		cfg := defaultConfig
 		cfg.CRC = crc
 		p, v := connectRaw(t, cfg)
-		s, _ := exchange(v)
-		p.c.Close()
-		for at := 1; at < len(s); at++ {
-			if testing.Short() && at%7 != 0 {
-				continue
-			}
-			p, v := connectRaw(t, cfg)
-			s, want := exchange(v)
-			p.write(s[:at])
-			// so that the reader usually receives this part alone
-			time.Sleep(200 * time.Microsecond)
-			p.write(s[at:])
-			checkExchange(t, p, v, want)
-			p.c.Close()
-			v.id.Close()
-			if t.Failed() {
-				t.Fatalf("stream split at byte %d of %d, CRC %v", at, len(s), crc)
-			}
-		}
-	}
-}
-
-func TestStreamMayArriveByteByByte(t *testing.T) {
-	for _, crc := range []bool{false, true} {
-		cfg := defaultConfig
-		cfg.CRC = crc
-		p, v := connectRaw(t, cfg)
 		s, want := exchange(v)
+		raw, err := v.qp.conn.SyscallConn()
+		kit.Must(t, err)
+		unread := 0
+		taken := func() bool {
+			kit.Must(t, raw.Control(func(fd uintptr) { unread, err = unix.IoctlGetInt(int(fd), unix.SIOCINQ) }))
+			kit.Must(t, err)
+			return unread == 0
+		}
 		for i := range s {
 			p.write(s[i : i+1])
+			for !taken() {
+				runtime.Gosched()
+			}
 		}
 		checkExchange(t, p, v, want)
-	}
-}
-
-// TestWriteSegmentedBySiw receives one RDMA Write of 1 MiB in the segments of siw: FPDUs of 1436
-// bytes, and a new message every 5 pages. The last segment of each message has the Last flag.
-func TestWriteSegmentedBySiw(t *testing.T) {
-	const size, message, segment = 1 << 20, 5 * 4096, 1436
-	p, v := connectRaw(t, defaultConfig)
-	mem := make([]byte, size)
-	_, key := v.register(verbs.AccessLocalWrite|verbs.AccessRemoteWrite, 1, mem)
-	src := make([]byte, size)
-	rnd := rand.NewChaCha8([32]byte{1})
-	rnd.Read(src)
-	var s []byte
-	for off := 0; off < size; off += message {
-		m := src[off:min(off+message, size)]
-		for i := 0; i < len(m); i += segment {
-			n := min(segment, len(m)-i)
-			s = append(s, fpdu(tagged(opWrite, i+n == len(m), key, winIOVA+uint64(off+i), m[i:i+n]), false)...)
-		}
-	}
-	s = append(s, fpdu(untagged(opSendInv, true, key, qnSend, 1, 0, nil), false)...)
-	p.write(s)
-	if wc := v.received(); wc.Status != verbs.StatusSuccess || !wc.WithInv {
-		t.Fatalf("Receive: got %+v, want success and an invalidation", wc)
-	}
-	if !bytes.Equal(mem, src) {
-		t.Error("the memory differs from the sent data")
 	}
 }
 
@@ -417,13 +375,9 @@ func TestInvalidateDuringWrite(t *testing.T) {
 		p, v := connectRaw(t, defaultConfig)
 		b := fpdu(tagged(opWrite, true, v.wkey, winIOVA, filler(1500)), false)
 		p.write(b[:700])
-		for v.qp.Stats().BytesReceived == 0 { // wait until the reader has started the FPDU
-			time.Sleep(time.Millisecond)
-		}
+		kit.Eventually(t, "begun FPDU", func() bool { return v.qp.Stats().BytesReceived > 0 })
 		if dereg {
-			if err := v.wmr.Dereg(); err != nil {
-				t.Fatal(err)
-			}
+			kit.Must(t, v.wmr.Dereg())
 		} else if wc := v.run(&verbs.WorkRequest{Opcode: verbs.OpLocalInv,
 			InvalidateRKey: verbs.RKey(v.wkey)}); wc.Status != verbs.StatusSuccess {
 			t.Fatalf("LocalInv: got %v, want success", wc.Status)
@@ -458,7 +412,6 @@ func TestInvalidateDuringRead(t *testing.T) {
 	if _, _, err := p.next(); err != nil { // the response has started
 		t.Fatal(err)
 	}
-	time.Sleep(20 * time.Millisecond) // fills the socket
 	if wc := v.run(&verbs.WorkRequest{Opcode: verbs.OpLocalInv,
 		InvalidateRKey: verbs.RKey(key)}); wc.Status != verbs.StatusSuccess {
 		t.Fatalf("LocalInv: got %v, want success", wc.Status)
@@ -479,119 +432,49 @@ func TestInvalidateDuringRead(t *testing.T) {
 	v.cause()
 }
 
-// TestTooManyReadRequestsTerminate sends more Read Requests than the negotiated depth.
-func TestTooManyReadRequestsTerminate(t *testing.T) {
-	cfg := defaultConfig
-	cfg.SocketBuffer = 16 << 10
-	p, v := connectRaw(t, cfg)
-	mem := make([]byte, 4<<20)
-	_, key := v.register(verbs.AccessRemoteRead, 1, mem)
-	var l [][]byte
-	for i := range uint32(20) {
-		l = append(l, readReq(readRequest{msn: 1 + i, size: uint32(len(mem)), srcSTag: key, srcTO: winIOVA}))
-	}
-	p.send(l...)
-	if got := v.terminate(); got != termNoBuffer {
-		t.Errorf("cause: got %+v, want %+v", got, termNoBuffer)
-	}
-}
-
-// TestEndOfStreamIsCause ends connections without a Terminate and checks the cause.
+// TestEndOfStreamIsCause ends the stream without a Terminate, and checks the cause. The Receives
+// that hold no message are flushed.
 func TestEndOfStreamIsCause(t *testing.T) {
 	whole := fpdu(untagged(opSend, true, 0, qnSend, 1, 0, []byte("hello")), false)
-	t.Run("FIN", func(t *testing.T) {
-		p, v := connectRaw(t, defaultConfig)
-		p.write(whole)
-		p.c.CloseWrite()
-		if err := v.cause(); err != io.EOF {
-			t.Errorf("cause: got %v, want io.EOF", err)
-		}
-		if wc := v.received(); wc.Status != verbs.StatusSuccess {
-			t.Errorf("Receive before the FIN: got %v, want success", wc.Status)
-		}
-	})
-	for n := 1; n < len(whole); n += 5 {
-		p, v := connectRaw(t, defaultConfig)
-		p.write(whole[:n])
-		p.c.CloseWrite()
-		var oe *net.OpError
-		if err := v.cause(); !errors.As(err, &oe) || !errors.Is(err, io.ErrUnexpectedEOF) {
-			t.Errorf("cause after a FIN in byte %d of an FPDU: got %v, want io.ErrUnexpectedEOF", n, err)
-		}
-		p.c.Close()
-		v.id.Close()
-	}
-	t.Run("RST", func(t *testing.T) {
-		p, v := connectRaw(t, defaultConfig)
-		p.c.SetLinger(0)
-		p.c.Close()
-		var oe *net.OpError
-		if err := v.cause(); !errors.As(err, &oe) {
-			t.Errorf("cause: got %v, want a *net.OpError", err)
-		}
-	})
-	t.Run("peer neither reads nor writes", func(t *testing.T) {
-		cfg := defaultConfig
-		cfg.Linger = 50 * time.Millisecond
-		cfg.SocketBuffer = 16 << 10
-		p, v := connectRaw(t, cfg)
-		p.send(tagged(opWrite, true, 0, 0, nil))
-		big := make([]byte, 8<<20)
-		done := make(chan verbs.WorkCompletion, 1)
-		if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Signaled: true,
-			SGList: []verbs.SGE{{Buf: big}}, Done: func(wc *verbs.WorkCompletion) { done <- *wc }}); err != nil {
-			t.Fatal(err)
-		}
-		time.Sleep(10 * time.Millisecond)
-		closed := make(chan struct{})
-		go func() { v.id.Close(); close(closed) }()
-		select {
-		case <-closed:
-		case <-time.After(testTimeout):
-			t.Fatal("Close did not return")
-		}
-		if wc := <-done; wc.Status != verbs.StatusWRFlushErr {
-			t.Errorf("RDMA Write: got %v, want %v", wc.Status, verbs.StatusWRFlushErr)
-		}
-	})
-}
-
-// TestRandomStreamEndsConnection checks that random bytes end the connection, do not panic, and
-// change no memory.
-func TestRandomStreamEndsConnection(t *testing.T) {
-	for seed := range uint64(40) {
-		p, v := connectRaw(t, Config{CRC: seed%2 == 1})
-		r := rand.New(rand.NewPCG(seed, 1))
-		b := make([]byte, 1+r.IntN(100000))
-		for i := range b {
-			b[i] = byte(r.Uint32())
-		}
-		p.c.SetWriteDeadline(time.Now().Add(testTimeout))
-		p.c.Write(b) // fails when the endpoint has closed the connection
-		p.c.CloseWrite()
-		v.cause()
-		v.id.Close()
-		if !bytes.Equal(v.mem, v.clean) {
-			t.Fatalf("seed %d: the registered memory was written", seed)
-		}
-		p.c.Close()
-	}
-}
-
-// TestResponderWaitsForFirstFPDU checks that a responder sends no FPDU before it has received one
-// (RFC 5044 §7.1.2).
-func TestResponderWaitsForFirstFPDU(t *testing.T) {
-	p, v := connectRaw(t, defaultConfig)
-	if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpSend,
-		Done: func(*verbs.WorkCompletion) {}}); err != nil {
-		t.Fatal(err)
-	}
-	p.c.SetReadDeadline(time.Now().Add(50 * time.Millisecond))
-	if n, err := p.c.Read(make([]byte, 1)); n != 0 {
-		t.Fatalf("read before the first FPDU: got %d bytes (%v), want 0", n, err)
-	}
-	p.send(tagged(opWrite, true, 0, 0, nil))
-	if h, _ := p.mustNext(); h.op != opSend {
-		t.Errorf("first FPDU of the responder: got %+v, want a Send", h)
+	between := fpdu(untagged(opSend, false, 0, qnSend, 1, 0, []byte("hel")), false)
+	const header, payload = 10, 23
+	for _, c := range []struct {
+		name  string
+		sent  []byte
+		reset bool
+		want  error // nil stands for any *net.OpError
+		recvs int   // that complete with success
+	}{
+		{"FIN", whole, false, io.EOF, 1},
+		{"FIN in a header", whole[:header], false, io.ErrUnexpectedEOF, 0},
+		{"FIN in the data", whole[:payload], false, io.ErrUnexpectedEOF, 0},
+		{"FIN between the segments of a Send", between, false, io.ErrUnexpectedEOF, 0},
+		{"RST in the data", whole[:payload], true, nil, 0},
+		{"RST between the segments of a Send", between, true, nil, 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			p, v := connectRaw(t, defaultConfig)
+			p.write(c.sent)
+			if c.reset {
+				kit.Eventually(t, "begun FPDU", func() bool { return v.qp.Stats().BytesReceived > 0 })
+				p.c.SetLinger(0)
+			}
+			p.c.Close()
+			err := v.cause()
+			var oe *net.OpError
+			if c.want != nil && !errors.Is(err, c.want) || c.want != io.EOF && !errors.As(err, &oe) {
+				t.Errorf("cause: got %v, want %v", err, c.want)
+			}
+			v.id.Close()
+			for i := range numRecvs {
+				want := verbs.StatusWRFlushErr
+				if i < c.recvs {
+					want = verbs.StatusSuccess
+				}
+				if wc := v.received(); wc.Status != want {
+					t.Errorf("Receive %d: got %v, want %v", i, wc.Status, want)
+				}
+			}
+		})
 	}
 }

@@ -8,17 +8,10 @@ import (
 	"hash/crc32"
 	"strings"
 	"testing"
-)
+	"testing/iotest"
 
-// unhex decodes hexadecimal digits with spaces.
-func unhex(t testing.TB, s string) []byte {
-	t.Helper()
-	b, err := hex.DecodeString(strings.Join(strings.Fields(s), ""))
-	if err != nil {
-		t.Fatal(err)
-	}
-	return b
-}
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+)
 
 // TestCRCMatchesRFC checks the CRC against the annotated dumps of RFC 5044.
 func TestCRCMatchesRFC(t *testing.T) {
@@ -28,11 +21,11 @@ func TestCRCMatchesRFC(t *testing.T) {
 		{"Figure 6", "002a 4143 00000000 00000000 00000002 00000000 00000014" + zeros, "84925898"},
 	} {
 		var got [fpduCRCSize]byte
-		putCRC(got[:], crc32.Checksum(unhex(t, c.fpdu), castagnoli))
+		putCRC(got[:], crc32.Checksum(kit.Unhex(c.fpdu), castagnoli))
 		if hex.EncodeToString(got[:]) != c.crc {
 			t.Errorf("%s: CRC: got %x, want %s", c.name, got, c.crc)
 		}
-		if getCRC(got[:]) != crc32.Checksum(unhex(t, c.fpdu), castagnoli) {
+		if getCRC(got[:]) != crc32.Checksum(kit.Unhex(c.fpdu), castagnoli) {
 			t.Errorf("%s: getCRC: got %#x, want the stored CRC", c.name, getCRC(got[:]))
 		}
 	}
@@ -50,7 +43,7 @@ func TestPadding(t *testing.T) {
 // control word of want from wire.
 func checkHeader(t *testing.T, wire string, put func(b []byte), want header) {
 	t.Helper()
-	b := unhex(t, wire)
+	b := kit.Unhex(wire)
 	got := make([]byte, len(b))
 	put(got)
 	if !bytes.Equal(got, b) {
@@ -68,48 +61,32 @@ func checkHeader(t *testing.T, wire string, put func(b []byte), want header) {
 // TestHeadersRoundTrip encodes and decodes the headers of RFC 5041 §4 and RFC 5040 §4.
 func TestHeadersRoundTrip(t *testing.T) {
 	const offset, inv = 0x1122334455667788, 0xaabbccdd
-	for _, c := range []struct {
-		name string
-		op   uint8
-		last bool
-		stag uint32
-		to   uint64
-		n    int // bytes of data
-		wire string
-	}{
-		{"RDMA Write, last", opWrite, true, 0x01020304, offset, 5, "0013 c140 01020304 1122334455667788"},
-		{"RDMA Write, more", opWrite, false, 7, 8, 1428, "05a2 8140 00000007 0000000000000008"},
-		{"RDMA Read Response, last", opReadResp, true, 9, 0, 0, "000e c142 00000009 0000000000000000"},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			want := header{ulpdu: taggedHdr + c.n, op: c.op, tagged: true, last: c.last, stag: c.stag, to: c.to}
-			checkHeader(t, c.wire, func(b []byte) { putTagged(b, c.op, c.last, c.stag, c.to, c.n) }, want)
-		})
+	tag := func(op uint8, last bool, stag uint32, to uint64, n int) (header, func(b []byte)) {
+		h := header{ulpdu: taggedHdr + n, op: op, tagged: true, last: last, stag: stag, to: to}
+		return h, func(b []byte) { putTagged(b, op, last, stag, to, n) }
 	}
-	for _, c := range []struct {
-		name         string
-		op           uint8
-		last         bool
-		inv, msn, mo uint32
-		n            int // bytes of data
-		wire         string
-	}{
-		{"Send, last", opSend, true, 0, 2, 0, 24, "002a 4143 00000000 00000000 00000002 00000000"},
-		{"Send, more", opSend, false, 0, 1<<32 - 1, 1424, 4, "0016 0143 00000000 00000000 ffffffff 00000590"},
-		{"Send With Invalidate", opSendInv, true, inv, 1, 0, 0, "0012 4144 aabbccdd 00000000 00000001 00000000"},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			want := header{ulpdu: untaggedHdr + c.n, op: c.op, last: c.last, stag: c.inv, msn: c.msn, mo: c.mo}
-			checkHeader(t, c.wire, func(b []byte) { putUntagged(b, c.op, c.last, c.inv, qnSend, c.msn, c.mo, c.n) },
-				want)
-		})
+	send := func(op uint8, last bool, inv, msn, mo uint32, n int) (header, func(b []byte)) {
+		h := header{ulpdu: untaggedHdr + n, op: op, last: last, stag: inv, msn: msn, mo: mo}
+		return h, func(b []byte) { putUntagged(b, op, last, inv, qnSend, msn, mo, n) }
 	}
+	check := func(wire string) func(header, func(b []byte)) {
+		return func(want header, put func(b []byte)) {
+			t.Helper()
+			checkHeader(t, wire, put, want)
+		}
+	}
+	check("0013 c140 01020304 1122334455667788")(tag(opWrite, true, 0x01020304, offset, 5))
+	check("05a2 8140 00000007 0000000000000008")(tag(opWrite, false, 7, 8, 1428))
+	check("000e c142 00000009 0000000000000000")(tag(opReadResp, true, 9, 0, 0))
+	check("002a 4143 00000000 00000000 00000002 00000000")(send(opSend, true, 0, 2, 0, 24))
+	check("0016 0143 00000000 00000000 ffffffff 00000590")(send(opSend, false, 0, 1<<32-1, 1424, 4))
+	check("0012 4144 aabbccdd 00000000 00000001 00000000")(send(opSendInv, true, inv, 1, 0, 0))
 }
 
 func TestReadRequestRoundTrip(t *testing.T) {
 	r := readRequest{msn: 3, sinkSTag: 0x11111111, sinkTO: 0x2222222233333333, size: 0x100000, srcSTag: 0x44444444,
 		srcTO: 0x5555555566666666}
-	want := unhex(t, `002e 4141 00000000 00000001 00000003 00000000
+	want := kit.Unhex(`002e 4141 00000000 00000001 00000003 00000000
 		11111111 2222222233333333 00100000 44444444 5555555566666666`)
 	got := make([]byte, maxHeaderSize)
 	putReadRequest(got, &r)
@@ -145,18 +122,12 @@ func TestMPAFramesRoundTrip(t *testing.T) {
 		{"rejecting reply", mpaFrame{reply: true, reject: true, enhanced: true, rev: 2}, rep + "30 02 0004 0000 0000"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			want := unhex(t, c.wire)
+			want := kit.Unhex(c.wire)
 			if got := c.frame.append(nil); !bytes.Equal(got, want) {
 				t.Fatalf("encoded: got %x, want %x", got, want)
 			}
-			got, err := readMPAFrame(bytes.NewReader(want), c.frame.reply)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if !bytes.Equal(got.data, c.frame.data) {
-				t.Errorf("private data: got %x, want %x", got.data, c.frame.data)
-			}
-			got.data, c.frame.data = nil, nil
+			got, err := readMPAFrame(iotest.OneByteReader(bytes.NewReader(want)), c.frame.reply)
+			kit.Must(t, err)
 			if !sameFrame(got, c.frame) {
 				t.Errorf("decoded: got %+v, want %+v", got, c.frame)
 			}
@@ -172,15 +143,13 @@ func sameFrame(a, b mpaFrame) bool {
 // 6581 §9.2).
 func TestMPAIgnoresReservedBits(t *testing.T) {
 	req := hex.EncodeToString([]byte(mpaReqKey))
-	f, err := readMPAFrame(bytes.NewReader(unhex(t, req+"3f 02 0004 4001 c002")), false)
-	if err != nil {
-		t.Fatal(err)
-	}
+	f, err := readMPAFrame(bytes.NewReader(kit.Unhex(req+"3f 02 0004 4001 c002")), false)
+	kit.Must(t, err)
 	if f.reject || f.markers || f.crc || !f.enhanced || f.peer || f.rtrSend || f.rtrWrite || f.rtrRead ||
 		f.ird != 1 || f.ord != 2 {
 		t.Errorf("decoded: got %+v, want only enhanced, IRD 1 and ORD 2", f)
 	}
-	if f, err = readMPAFrame(bytes.NewReader(unhex(t, req+"10 01 0000")), false); err != nil || f.enhanced {
+	if f, err = readMPAFrame(bytes.NewReader(kit.Unhex(req+"10 01 0000")), false); err != nil || f.enhanced {
 		t.Errorf("revision 1 with a reserved bit: got %+v, %v, want a plain frame", f, err)
 	}
 }
@@ -201,11 +170,11 @@ func TestInvalidMPAFramesFail(t *testing.T) {
 		{"513 bytes of private data", req + "00 01 0201", false, errMPALength},
 		{"enhanced without enhanced data", req + "10 02 0003 000000", false, errMPAShort},
 	} {
-		if _, err := readMPAFrame(bytes.NewReader(unhex(t, c.wire)), c.reply); !errors.Is(err, c.want) {
+		if _, err := readMPAFrame(bytes.NewReader(kit.Unhex(c.wire)), c.reply); !errors.Is(err, c.want) {
 			t.Errorf("%s: got %v, want %v", c.name, err, c.want)
 		}
 	}
-	whole := unhex(t, req+"10 02 0005 0000 0000 00")
+	whole := kit.Unhex(req + "10 02 0005 0000 0000 00")
 	for n := range whole {
 		if _, err := readMPAFrame(bytes.NewReader(whole[:n]), false); err == nil {
 			t.Errorf("frame of %d of %d bytes: got nil, want an error", n, len(whole))
@@ -281,7 +250,7 @@ func TestTerminateRoundTrip(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			var b [fpduLenSize + maxTermULPDU]byte
 			n := c.x.encode(b[:])
-			if want := unhex(t, c.wire); !bytes.Equal(b[:n], want) {
+			if want := kit.Unhex(c.wire); !bytes.Equal(b[:n], want) {
 				t.Fatalf("encoded: got %x, want %x", b[:n], want)
 			}
 			if code, _ := decodeTerminate(b[fpduLenSize+untaggedHdr : n]); code != c.x.code {
@@ -316,7 +285,7 @@ func TestDecodeTerminate(t *testing.T) {
 		{"short", "2002", termUnspecified, 0},
 		{"empty", "", termUnspecified, 0},
 	} {
-		if code, msn := decodeTerminate(unhex(t, c.wire)); code != c.want || msn != c.msn {
+		if code, msn := decodeTerminate(kit.Unhex(c.wire)); code != c.want || msn != c.msn {
 			t.Errorf("%s: got %+v, Read %d, want %+v, Read %d", c.name, code, msn, c.want, c.msn)
 		}
 	}
