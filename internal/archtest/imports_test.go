@@ -37,7 +37,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/metrics", "pkg/fusefs pkg/ledger pkg/nlm pkg/stats"},
 	{"pkg/xprt", "internal/backoff internal/leakcheck internal/running internal/verify pkg/ledger pkg/membuf " +
 		"pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace pkg/verbs"},
-	{"test/kit/hostile", "pkg/membuf pkg/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs"},
+	{"test/kit/hostile", "test/kit pkg/membuf pkg/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs pkg/verbs/faults"},
 	{"internal/nfsd", "internal/nlmd pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm pkg/sunrpc"},
 	{"internal/nlmd", "pkg/nfs3 pkg/nlm pkg/rangelock pkg/sunrpc"},
 	{"internal/svcrdma", "pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},

@@ -23,7 +23,7 @@ type queuePair struct {
 	onDisconnect   func(error)
 	notifyOnce     sync.Once
 	delayed        timers
-	attack         *attacker // nil when the plan has no attacks
+	attack         *attackInjector // nil when the plan has no attacks
 
 	adjust struct { // difference from the inner counters
 		chains, sendWRs, sendComps, recvs atomic.Int64
@@ -64,18 +64,23 @@ func newQP(p *Provider, pd *protectionDomain, attr verbs.QPInitAttr,
 		return nil, err
 	}
 	if p.plan.attacks() {
-		if q.attack, err = newAttacker(q, pd.inner); err != nil {
+		a, err := NewAttacker(pd.inner)
+		if err != nil {
 			// Closing the connection also closes the inner queue pair.
 			return nil, fmt.Errorf("faults: create QP: %w", err)
 		}
+		q.attack = &attackInjector{Attacker: a, q: q}
 	}
 	return q, nil
 }
 
 // release frees the queue pair's memory. Call it after Drain and the inner Close.
 func (q *queuePair) release() {
-	if q.attack != nil {
-		q.attack.release()
+	if q.attack == nil {
+		return
+	}
+	if err := q.attack.Close(); err != nil {
+		q.p.log.Error("deregister memory of fault injector", "error", err)
 	}
 }
 
@@ -190,7 +195,9 @@ func (q *queuePair) postWhole(copies []verbs.WorkRequest, originals []*verbs.Wor
 	attacks := q.attack.plan(originals)
 	bad, err := q.postInner(copies, originals)
 	if err != nil {
-		q.attack.drop(attacks)
+		for _, at := range attacks {
+			at.Drop()
+		}
 		return bad, err
 	}
 	q.attack.launch(attacks)

@@ -14,123 +14,121 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 var cred = sunrpc.AppendAuthNone(nil)
 
-// An attack is an action of the server that the protocol forbids.
+// An attack is an action of the server that the protocol forbids. Unless a field says otherwise, the
+// server attacks the write chunk of a READ, after the call has ended.
 type attack struct {
-	name string
-	// onWrite: the server attacks the read chunk of a WRITE. Otherwise it attacks the write chunk
-	// of a READ.
+	name   string
+	access faults.Attack // if it has an opcode
+	// onWrite: the server attacks the read chunk of a WRITE.
 	onWrite bool
-	// pending: the server attacks before it replies to the call. Otherwise it attacks after the
-	// call has ended.
+	// pending: the server attacks before it replies to the call, when the key is still valid.
 	pending bool
-	// run attacks and returns the status that the server gets. Success fails the test, except for
-	// an RDMA Write over iWARP, whose completion only means that it was sent.
-	run func(c *conn, s rpcrdma.Segment) verbs.Status
-	// reads: the attack is an RDMA Read.
-	reads bool
-	// message: the attack accesses no memory.
-	message bool
-	// harmless: the connection may survive the attack.
-	harmless bool
+	// other: the server attacks on the connection of another client.
+	other bool
 	// freed: the client frees the memory and allocates it again before the attack.
 	freed bool
-	// reply changes the Send of the reply, instead of run.
-	reply func(wr *verbs.WorkRequest, s rpcrdma.Segment)
-	// twoCalls: the attack needs two calls in flight. The reply to one carries the key of the
+	// harmless: the connection may survive the attack.
+	harmless bool
+	// twice: the server sends the reply twice.
+	twice bool
+	// invalidates: the reply invalidates the key of the call, which the client did not permit.
+	invalidates bool
+	// twoCalls: the attack needs two calls in flight. The reply to one invalidates the key of the
 	// other.
 	twoCalls bool
 }
 
-var attackBytes = bytes.Repeat([]byte{0xbd}, 64)
+// attackBytes is the length of the attacks in bytes, and the filler of their data.
+const (
+	attackBytes  = 64
+	attackFiller = 0xbd
+)
+
+var (
+	write      = faults.Attack{Opcode: verbs.OpRDMAWrite}
+	read       = faults.Attack{Opcode: verbs.OpRDMARead}
+	invalidate = faults.Attack{Opcode: verbs.OpSendWithInv}
+)
+
+// key, index and beyond change an attack.
+func key(a faults.Attack, n int8) faults.Attack {
+	a.Key = n
+	return a
+}
+
+func index(a faults.Attack, n int32) faults.Attack {
+	a.Index = n
+	return a
+}
+
+// beyond moves the attack across the end of the memory.
+func beyond(a faults.Attack) faults.Attack {
+	a.Offset = attackSize - 1
+	return a
+}
 
 var attacks = []attack{
-	{name: "late write", run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, 0, attackBytes) }},
-	{name: "late write of one byte at the end", run: func(c *conn, s rpcrdma.Segment) verbs.Status {
-		return c.write(s, attackSize-1, attackBytes[:1])
-	}},
-	{name: "write beyond the end", run: func(c *conn, s rpcrdma.Segment) verbs.Status {
-		return c.write(s, attackSize, attackBytes)
-	}},
-	{name: "write before the start", run: func(c *conn, s rpcrdma.Segment) verbs.Status {
-		return c.write(s, -1, attackBytes)
-	}},
-	{name: "read of a write chunk", reads: true,
-		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
-	{name: "write with the next key", run: func(c *conn, s rpcrdma.Segment) verbs.Status {
-		s.Handle++
-		return c.write(s, 0, attackBytes)
-	}},
-	{name: "write with the next index", run: func(c *conn, s rpcrdma.Segment) verbs.Status {
-		s.Handle += 1 << 8
-		return c.write(s, 0, attackBytes)
-	}},
-	{name: "late read", reads: true, onWrite: true,
-		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
-	{name: "write to a read chunk", onWrite: true,
-		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, 0, attackBytes) }},
-	{name: "read beyond the end", reads: true, onWrite: true,
-		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, attackSize+1) }},
+	{name: "late write", access: write},
+	{name: "late read", access: read, onWrite: true},
+	{name: "late write to freed memory", access: write, freed: true},
+	{name: "late read of freed memory", access: read, onWrite: true, freed: true},
+	{name: "write with the next key", access: key(write, 1)},
+	{name: "write with the next index", access: index(write, 1)},
 
-	// The client has freed the memory before the attack.
-	{name: "late write to freed memory", freed: true,
-		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, 0, attackBytes) }},
-	{name: "late read of freed memory", reads: true, onWrite: true, freed: true,
-		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
+	{name: "write with another key of the same index, call pending", access: key(write, -1), pending: true},
+	{name: "write with the previous index, call pending", access: index(write, -1), pending: true},
+	{name: "write to a read chunk, call pending", access: write, onWrite: true, pending: true},
+	{name: "read of a write chunk, call pending", access: read, pending: true},
+	{name: "write beyond the end, call pending", access: beyond(write), pending: true},
+	{name: "read beyond the end, call pending", access: beyond(read), onWrite: true, pending: true},
+	{name: "write with the key of another connection", access: write, pending: true, other: true},
+	{name: "read with the key of another connection", access: read, onWrite: true, pending: true, other: true},
 
-	// The key is still valid.
-	{name: "write with another key of the same index, call pending", pending: true,
-		run: func(c *conn, s rpcrdma.Segment) verbs.Status {
-			s.Handle ^= 1
-			return c.write(s, 0, attackBytes)
-		}},
-	{name: "write with the previous index, call pending", pending: true,
-		run: func(c *conn, s rpcrdma.Segment) verbs.Status {
-			s.Handle -= 1 << 8
-			return c.write(s, 0, attackBytes)
-		}},
-	{name: "write to a read chunk, call pending", onWrite: true, pending: true,
-		run: func(c *conn, s rpcrdma.Segment) verbs.Status {
-			return c.write(s, 0, attackBytes)
-		}},
-	{name: "read of a write chunk, call pending", reads: true, pending: true,
-		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
-	{name: "write beyond the end, call pending", pending: true,
-		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, attackSize, attackBytes) }},
-	{name: "read beyond the end, call pending", reads: true, onWrite: true, pending: true,
-		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, attackSize+1) }},
-	{name: "write with the key of another connection", pending: true,
-		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.other().write(s, 0, attackBytes) }},
-	{name: "read with the key of another connection", reads: true, onWrite: true, pending: true,
-		run: func(c *conn, s rpcrdma.Segment) verbs.Status {
-			return c.other().read(s, 0, 64)
-		}},
+	{name: "reply sent twice", twice: true, harmless: true},
+	{name: "invalidation of an unknown key", access: index(invalidate, 1<<15)},
+	{name: "invalidation of the call's key without a request", invalidates: true, pending: true, harmless: true},
+	{name: "invalidation of another call's key", twoCalls: true, pending: true},
+	{name: "invalidation of a key of another connection", access: invalidate, pending: true, other: true},
+}
 
-	// Messages.
-	{name: "reply sent twice", message: true, harmless: true, run: func(c *conn, s rpcrdma.Segment) verbs.Status {
-		c.send(&verbs.WorkRequest{Opcode: verbs.OpSend}, c.mem.Buf[:64]) // still holds the reply
+// accessesMemory reports whether the attack is an RDMA Write or Read.
+func (a *attack) accessesMemory() bool {
+	return a.access.Opcode == verbs.OpRDMAWrite || a.access.Opcode == verbs.OpRDMARead
+}
+
+// run attacks through the connection of a call with the segment s, and returns the status that the
+// server gets. An RDMA Read succeeds whenever it returns memory of the client.
+func (a *attack) run(c *conn, s rpcrdma.Segment) verbs.Status {
+	if a.twice {
+		c.send(&verbs.WorkRequest{Opcode: verbs.OpSend}, c.mem.Buf[:attackBytes]) // still holds the reply
 		return verbs.StatusWRFlushErr
-	}},
-	{name: "invalidation of an unknown key", message: true,
-		run: func(c *conn, s rpcrdma.Segment) verbs.Status {
-			c.send(&verbs.WorkRequest{Opcode: verbs.OpSendWithInv, InvalidateRKey: verbs.RKey(s.Handle ^ 1<<23)},
-				c.mem.Buf[:64])
-			return verbs.StatusWRFlushErr // the client may accept the message
-		}},
-	{name: "invalidation of the call's key without a request", harmless: true, pending: true,
-		reply: func(wr *verbs.WorkRequest, s rpcrdma.Segment) {
-			wr.Opcode, wr.InvalidateRKey = verbs.OpSendWithInv, verbs.RKey(s.Handle)
-		}},
-	{name: "invalidation of another call's key", pending: true, twoCalls: true},
-	{name: "invalidation of a key of another connection", message: true, pending: true,
-		run: func(c *conn, s rpcrdma.Segment) verbs.Status {
-			c.other().send(&verbs.WorkRequest{Opcode: verbs.OpSendWithInv, InvalidateRKey: verbs.RKey(s.Handle)},
-				c.mem.Buf[:64])
-			return verbs.StatusWRFlushErr
-		}},
+	}
+	if a.other {
+		c = c.other()
+	}
+	data := bytes.Repeat([]byte{attackFiller}, attackBytes)
+	at := c.attacker.Prepare(a.access, faults.Target{RKey: verbs.RKey(s.Handle), Addr: s.Offset}, data)
+	ended := make(chan verbs.Status, 1)
+	err := at.Post(c.qp, func(st verbs.Status, mem []byte) {
+		if a.access.Opcode == verbs.OpRDMARead && bytes.IndexByte(mem, guard) >= 0 {
+			st = verbs.StatusSuccess
+		}
+		ended <- st
+	})
+	if err != nil {
+		return verbs.StatusWRFlushErr
+	}
+	st := c.wait(a.access.Opcode, ended)
+	if a.access.Opcode == verbs.OpSendWithInv {
+		return verbs.StatusWRFlushErr // the client may accept the message
+	}
+	return st
 }
 
 // A Client is the client transport under test, connected to the server.
@@ -204,9 +202,7 @@ func (a *attack) play(t *testing.T, cfg *Config) {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
 	buf, err := membuf.Alloc(attackSize)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	free := func() { membuf.Free(buf) }
 	defer func() { free() }()
 	v.arm(a)
@@ -232,9 +228,7 @@ func (a *attack) play(t *testing.T, cfg *Config) {
 			t.Error("attacked call returned wrong bytes")
 		}
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	both.Wait()
 	if a.freed {
 		free()
@@ -249,18 +243,18 @@ func (a *attack) play(t *testing.T, cfg *Config) {
 	close(v.proceed)
 	select {
 	case st := <-v.outcome:
-		if st == verbs.StatusSuccess && !a.harmless && (a.reads || !cfg.Unanswered) {
+		if st == verbs.StatusSuccess && !a.harmless && (a.access.Opcode == verbs.OpRDMARead || !cfg.Unanswered) {
 			t.Error("attack succeeded")
 		}
 		t.Logf("status at the server: %v", st)
 	case <-ctx.Done():
 		t.Fatal("server did not attack")
 	}
-	time.Sleep(50 * time.Millisecond) // until accepted data is in memory
+	// The clients read what the server sends after the attack, so accepted data is in memory then.
+	a.checkClients(ctx, t, cfg, attacked, other)
 	if i := bytes.IndexFunc(buf, func(r rune) bool { return r != guard }); i >= 0 {
 		t.Fatalf("byte %d changed after the call had ended", i)
 	}
-	a.checkClients(ctx, t, cfg, attacked, other)
 }
 
 // checkClients checks that both clients still read the right bytes, and checks their counters.
@@ -279,7 +273,7 @@ func (a *attack) checkClients(ctx context.Context, t *testing.T, cfg *Config, at
 	if connects := here.Connects + there.Connects; !a.harmless && connects < 3 {
 		t.Errorf("got %d connections, want at least 3: the attack must end one", connects)
 	}
-	if refused := here.Refused + there.Refused; cfg.Counted && a.run != nil && !a.message && refused == 0 {
+	if refused := here.Refused + there.Refused; cfg.Counted && a.accessesMemory() && refused == 0 {
 		t.Error("client counted no refused access")
 	}
 	for name, s := range map[string]Stats{"attacked": here, "other": there} {
@@ -293,9 +287,7 @@ func (a *attack) checkClients(ctx context.Context, t *testing.T, cfg *Config, at
 func arena(t testing.TB) []byte {
 	t.Helper()
 	b, err := membuf.Alloc(attackSize)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	t.Cleanup(func() { membuf.Free(b) })
 	return b
 }

@@ -16,6 +16,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 const (
@@ -38,7 +40,6 @@ type Server struct {
 	mu sync.Mutex
 
 	// mu guards the fields up to held.
-	bufs  [][]byte  // freed after all connections: an attack may use a connection that has ended
 	plan  *attack   // the next attack; one call takes it
 	conns []*conn   // open connections, in the order of their start
 	held  *heldCall // first call of an attack with twoCalls
@@ -53,11 +54,12 @@ type heldCall struct {
 }
 
 type conn struct {
-	v       *Server
-	qp      verbs.QP
-	calls   chan []byte
-	mem     verbs.SGE // messages
-	private verbs.SGE // data of RDMA Writes and Reads
+	v        *Server
+	qp       verbs.QP
+	calls    chan []byte
+	mem      verbs.SGE // messages
+	private  verbs.SGE // data of permitted RDMA Writes and Reads
+	attacker *faults.Attacker
 }
 
 // Content returns the n bytes that a READ at offset off returns.
@@ -79,9 +81,8 @@ func Serve(t testing.TB, p verbs.Provider, addr netip.AddrPort) *Server {
 	t.Helper()
 	v := &Server{t: t, proceed: make(chan struct{}), outcome: make(chan verbs.Status, 1)}
 	var err error
-	if v.l, err = p.Listen(context.Background(), addr); err != nil {
-		t.Fatal(err)
-	}
+	v.l, err = p.Listen(context.Background(), addr)
+	kit.Must(t, err)
 	ctx, cancel := context.WithCancel(context.Background())
 	var conns sync.WaitGroup
 	conns.Go(func() {
@@ -101,9 +102,6 @@ func Serve(t testing.TB, p verbs.Provider, addr netip.AddrPort) *Server {
 		cancel()
 		v.l.Close()
 		conns.Wait()
-		for _, b := range v.bufs {
-			membuf.Free(b)
-		}
 	})
 	return v
 }
@@ -130,15 +128,14 @@ func (v *Server) serve(ctx context.Context, req verbs.ConnRequest) (err error) {
 	}
 	c := &conn{v: v, calls: make(chan []byte, attackDepth)}
 	var mrs []verbs.MR
+	var bufs [][]byte
 	memory := func(n int) verbs.SGE {
 		b, e := membuf.Alloc(n)
 		if e != nil {
 			err = errors.Join(err, e)
 			return verbs.SGE{}
 		}
-		v.mu.Lock()
-		v.bufs = append(v.bufs, b)
-		v.mu.Unlock()
+		bufs = append(bufs, b)
 		m, e := pd.RegMR(b)
 		if e != nil {
 			err = errors.Join(err, e)
@@ -149,13 +146,21 @@ func (v *Server) serve(ctx context.Context, req verbs.ConnRequest) (err error) {
 	}
 	c.mem, c.private = memory(attackMessage), memory(1<<20)
 	in := memory(attackDepth / 2 * attackMessage)
+	attacker, e := faults.NewAttacker(pd)
+	c.attacker, err = attacker, errors.Join(err, e)
 	defer func() {
 		v.forget(c)
 		err = errors.Join(err, req.Close(), cq.Close())
 		for _, m := range mrs {
 			err = errors.Join(err, m.Dereg())
 		}
+		if attacker != nil {
+			err = errors.Join(err, attacker.Close())
+		}
 		err = errors.Join(err, pd.Dealloc())
+		for _, b := range bufs {
+			membuf.Free(b)
+		}
 	}()
 	if err != nil {
 		return err
@@ -216,8 +221,7 @@ func (c *conn) other() *conn {
 	return c
 }
 
-// do posts one request and returns its status. After attackTimeout it drains the queue pair, which
-// completes the request.
+// do posts one request and returns its status.
 func (c *conn) do(wr *verbs.WorkRequest) verbs.Status {
 	wr.Signaled = true
 	ended := make(chan verbs.Status, 1)
@@ -225,32 +229,29 @@ func (c *conn) do(wr *verbs.WorkRequest) verbs.Status {
 	if _, err := c.qp.PostSend(wr); err != nil {
 		return verbs.StatusWRFlushErr
 	}
+	return c.wait(wr.Opcode, ended)
+}
+
+// wait waits for the status of a posted request. After attackTimeout it drains the queue pair, which
+// completes the request.
+func (c *conn) wait(op verbs.Opcode, ended <-chan verbs.Status) verbs.Status {
 	select {
 	case st := <-ended:
 		return st
 	case <-time.After(attackTimeout):
-		c.v.t.Logf("%v: no completion within %v", wr.Opcode, attackTimeout)
+		c.v.t.Logf("%v: no completion within %v", op, attackTimeout)
 		c.qp.Drain()
 		return <-ended
 	}
 }
 
-func (c *conn) write(s rpcrdma.Segment, at int64, data []byte) verbs.Status {
+// transfer writes data to the client's memory, or fills data from it, with a permitted request.
+func (c *conn) transfer(op verbs.Opcode, s rpcrdma.Segment, data []byte) verbs.Status {
 	b := verbs.SGE{Buf: c.private.Buf[:len(data)], LKey: c.private.LKey}
 	copy(b.Buf, data)
-	return c.do(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: verbs.RKey(s.Handle), RemoteAddr: s.Offset +
-		uint64(at), SGList: []verbs.SGE{b}})
-}
-
-// read reads n bytes. It returns success whenever it got guard bytes.
-func (c *conn) read(s rpcrdma.Segment, at int64, n int) verbs.Status {
-	b := verbs.SGE{Buf: c.private.Buf[:n], LKey: c.private.LKey}
-	clear(b.Buf)
-	st := c.do(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: verbs.RKey(s.Handle), RemoteAddr: s.Offset +
-		uint64(at), SGList: []verbs.SGE{b}})
-	if bytes.IndexByte(b.Buf, guard) >= 0 && bytes.Count(b.Buf, []byte{guard}) == n {
-		return verbs.StatusSuccess
-	}
+	st := c.do(&verbs.WorkRequest{Opcode: op, RKey: verbs.RKey(s.Handle), RemoteAddr: s.Offset,
+		SGList: []verbs.SGE{b}})
+	copy(data, b.Buf)
 	return st
 }
 
@@ -303,8 +304,8 @@ func (v *Server) answer(ctx context.Context, c *conn, msg []byte) {
 	case a == nil || !a.pending:
 	case a.twoCalls:
 		how.Opcode, how.InvalidateRKey = verbs.OpSendWithInv, verbs.RKey(held.h.Writes[0][0].Handle)
-	case a.reply != nil:
-		a.reply(how, seg)
+	case a.invalidates:
+		how.Opcode, how.InvalidateRKey = verbs.OpSendWithInv, verbs.RKey(seg.Handle)
 	default:
 		v.outcome <- a.run(c, seg)
 	}
@@ -317,7 +318,7 @@ func (v *Server) answer(ctx context.Context, c *conn, msg []byte) {
 	case uint32(nfs3.ProcRead):
 		data := Content(off, int(count))
 		if len(h.Writes) > 0 {
-			c.write(seg, 0, data)
+			c.transfer(verbs.OpRDMAWrite, seg, data)
 		}
 		for _, x := range []uint32{0, 0, count, 0, count} {
 			reply = binary.BigEndian.AppendUint32(reply, x)
@@ -328,7 +329,9 @@ func (v *Server) answer(ctx context.Context, c *conn, msg []byte) {
 		}
 	case uint32(nfs3.ProcWrite):
 		if len(h.Reads) > 0 {
-			if st := c.read(seg, 0, int(seg.Length)); st == verbs.StatusSuccess && !right(c.private.Buf[:count], off) {
+			data := make([]byte, seg.Length)
+			st := c.transfer(verbs.OpRDMARead, seg, data)
+			if st == verbs.StatusSuccess && !right(data[:count], off) {
 				v.t.Error("server read wrong bytes of a WRITE")
 			}
 		}
@@ -350,7 +353,7 @@ func (v *Server) afterReply(ctx context.Context, c *conn, a *attack, seg rpcrdma
 	case a.twoCalls:
 		v.outcome <- verbs.StatusWRFlushErr
 		v.answer(ctx, c, held.msg)
-	case a.pending && a.reply != nil:
+	case a.invalidates:
 		v.outcome <- st
 	case a.pending:
 	default:
