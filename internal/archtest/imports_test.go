@@ -52,7 +52,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/verbs/faults", "pkg/membuf pkg/verbs"},
 	{"pkg/verbs/rdmacore", "internal/leakcheck pkg/membuf pkg/verbs pkg/verbs/internal/base"},
 	{"pkg/verbs/softiwarp", "internal/leakcheck pkg/verbs pkg/verbs/internal/base"},
-	{"pkg/verbs/verbstest", "pkg/membuf pkg/verbs"},
+	{"pkg/verbs/verbstest", "test/kit pkg/membuf pkg/verbs"},
 	{"internal/rpctcp", "pkg/sunrpc"},
 	{"test/kit/systemd", "test/kit"},
 	{"test/lab/systemd/load", "test/kit"},

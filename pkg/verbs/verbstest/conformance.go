@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A conformanceTest is one rule for all providers.
@@ -66,13 +67,22 @@ func (s *suite) caps(t *testing.T) verbs.Caps {
 // attrs returns the attributes of the device for laddr.
 func (s *suite) attrs(t *testing.T) verbs.DeviceAttrs {
 	t.Helper()
+	return s.unconnected(t).Device().Attrs()
+}
+
+// listen returns a new provider and its listener.
+func (s *suite) listen(t *testing.T) (verbs.Provider, verbs.Listener) {
+	t.Helper()
 	p := s.newProvider(t)
-	l := listen(t, p, s.laddr)
+	return p, listen(t, p, s.laddr)
+}
+
+// unconnected returns a ConnID of a new provider, without a queue pair.
+func (s *suite) unconnected(t *testing.T) verbs.ActiveID {
+	t.Helper()
+	p, l := s.listen(t)
 	id, err := p.Resolve(Context(t), l.Addr())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer id.Close()
-	defer l.Close()
-	return id.Device().Attrs()
+	kit.Must(t, err)
+	t.Cleanup(func() { id.Close() })
+	return id
 }

@@ -6,11 +6,11 @@ import (
 	"errors"
 	"net"
 	"net/netip"
-	"sync"
 	"testing"
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 var connectionTests = []conformanceTest{
@@ -83,19 +83,14 @@ func wantConnError(t *testing.T, what string, err error, kind verbs.ConnErrorKin
 func resolve(t *testing.T, p verbs.Provider, a netip.AddrPort) (verbs.ActiveID, *Endpoint) {
 	t.Helper()
 	id, err := p.Resolve(Context(t), a)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var o options
-	o.defaults()
-	return id, newEndpoint(t, id, &o)
+	kit.Must(t, err)
+	return id, newEndpoint(t, id, options{})
 }
 
 var depthOne = verbs.ConnParam{ResponderResources: 1, InitiatorDepth: 1}
 
 func testPrivateDataTooLong(t *testing.T, s *suite) {
-	p := s.newProvider(t)
-	l := listen(t, p, s.laddr)
+	p, l := s.listen(t)
 	id, _ := resolve(t, p, l.Addr())
 	param := depthOne
 	param.PrivateData = make([]byte, 1000)
@@ -103,18 +98,10 @@ func testPrivateDataTooLong(t *testing.T, s *suite) {
 }
 
 func testReject(t *testing.T, s *suite) {
-	p := s.newProvider(t)
-	l := listen(t, p, s.laddr)
+	p, l := s.listen(t)
 	id, e := resolve(t, p, l.Addr())
-	connected := make(chan error, 1)
-	go func() { connected <- id.Connect(Context(t), depthOne) }()
-	req, err := l.Accept(Context(t))
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := req.Reject([]byte("not you")); err != nil {
-		t.Errorf("reject: %v", err)
-	}
+	req, connected := beginConnect(t, id, l, depthOne)
+	succeeds(t, "reject", req.Reject([]byte("not you")))
 	ce := wantConnError(t, "connect to a rejecting peer", <-connected, verbs.ConnRejected)
 	if !hasPrefix(ce.PrivateData, []byte("not you")) {
 		t.Errorf("private data of the rejection: got %q, want %q", ce.PrivateData, "not you")
@@ -125,8 +112,7 @@ func testReject(t *testing.T, s *suite) {
 }
 
 func testPortClosed(t *testing.T, s *suite) {
-	p := s.newProvider(t)
-	l := listen(t, p, s.laddr)
+	p, l := s.listen(t)
 	addr := l.Addr()
 	l.Close()
 	id, _ := resolve(t, p, addr)
@@ -137,19 +123,12 @@ func testPortClosed(t *testing.T, s *suite) {
 }
 
 func testConnectMisuse(t *testing.T, s *suite) {
-	p := s.newProvider(t)
-	l := listen(t, p, s.laddr)
+	p, l := s.listen(t)
 	id, err := p.Resolve(Context(t), l.Addr())
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	wantConnError(t, "connect without a QP", id.Connect(Context(t), depthOne), verbs.ConnLocal)
-	if err := id.Close(); err != nil {
-		t.Error(err)
-	}
-	if err := id.Close(); err != nil {
-		t.Errorf("second Close: %v", err)
-	}
+	kit.Must(t, id.Close())
+	succeeds(t, "second Close", id.Close())
 	if _, err := p.Resolve(Context(t), netip.AddrPort{}); err == nil {
 		t.Error("resolve an empty address: got no error, want one")
 	}
@@ -165,8 +144,7 @@ func testConnectMisuse(t *testing.T, s *suite) {
 
 // testConnectCanceled checks that the caller's context ends Connect when the peer does not answer.
 func testConnectCanceled(t *testing.T, s *suite) {
-	p := s.newProvider(t)
-	l := listen(t, p, s.laddr)
+	p, l := s.listen(t)
 	for name, kind := range map[string]verbs.ConnErrorKind{
 		"canceled": verbs.ConnLocal,
 		"deadline": verbs.ConnTimeout,
@@ -188,8 +166,7 @@ func testConnectCanceled(t *testing.T, s *suite) {
 }
 
 func testListenerClose(t *testing.T, s *suite) {
-	p := s.newProvider(t)
-	l := listen(t, p, s.laddr)
+	p, l := s.listen(t)
 	pr := connectPair(t, p, l, options{})
 	got := make(chan error, 1)
 	go func() {
@@ -212,36 +189,20 @@ func testListenerClose(t *testing.T, s *suite) {
 // testParallelConnects checks that concurrent connects all succeed.
 func testParallelConnects(t *testing.T, s *suite) {
 	const n = 16
-	p := s.newProvider(t)
-	l := listen(t, p, s.laddr)
-	var o options
-	o.defaults()
-	var wg sync.WaitGroup
+	p, l := s.listen(t)
 	errs := make(chan error, n)
 	for range n {
 		id, _ := resolve(t, p, l.Addr())
-		wg.Add(1)
-		go func() {
-			defer wg.Done()
-			errs <- id.Connect(Context(t), depthOne)
-		}()
+		go func() { errs <- id.Connect(Context(t), depthOne) }()
 	}
 	for range n {
 		req, err := l.Accept(Context(t))
-		if err != nil {
-			t.Fatal(err)
-		}
-		newEndpoint(t, req, &o)
-		if err := req.Accept(Context(t), depthOne); err != nil {
-			t.Error(err)
-		}
+		kit.Must(t, err)
+		newEndpoint(t, req, options{})
+		kit.Must(t, req.Accept(Context(t), depthOne))
 	}
-	wg.Wait()
-	close(errs)
-	for err := range errs {
-		if err != nil {
-			t.Error(err)
-		}
+	for range n {
+		succeeds(t, "connect", next(t, "end of Connect", errs))
 	}
 }
 

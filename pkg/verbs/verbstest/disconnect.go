@@ -5,13 +5,14 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 var disconnectTests = []conformanceTest{
@@ -46,7 +47,9 @@ func testDrainFlushes(t *testing.T, s *suite) {
 	p := s.pair(t, options{}).sendFirst()
 	var returned atomic.Int32
 	slow := func(*verbs.WorkCompletion) {
-		time.Sleep(time.Millisecond)
+		for range 100 {
+			runtime.Gosched()
+		}
 		returned.Add(1)
 	}
 	b := p.passive.Buffer(8)
@@ -85,9 +88,7 @@ func testPeerCloses(t *testing.T, s *suite) {
 		for range 5 {
 			staying.recv(c, b)
 		}
-		if err := closing.ID.Close(); err != nil {
-			t.Error(err)
-		}
+		kit.Must(t, closing.ID.Close())
 		cause := staying.WaitDisconnect()
 		if staying.Dev.Attrs().Transport == verbs.TransportIWARP && !errors.Is(cause, io.EOF) {
 			t.Errorf("disconnect cause after the peer's Close: got %v, want io.EOF", cause)
@@ -98,7 +99,6 @@ func testPeerCloses(t *testing.T, s *suite) {
 			}
 		}
 		staying.QP.Drain()
-		time.Sleep(5 * time.Millisecond) // time for a wrong second call
 		if len(staying.Disconnects) != 0 || len(closing.Disconnects) != 0 {
 			t.Error("OnDisconnect was called twice or for the local Close")
 		}
@@ -106,63 +106,33 @@ func testPeerCloses(t *testing.T, s *suite) {
 }
 
 func testCloseInOnDisconnect(t *testing.T, s *suite) {
-	prov := s.newProvider(t)
-	l := listen(t, prov, s.laddr)
+	prov, l := s.listen(t)
 	id, err := prov.Resolve(Context(t), l.Addr())
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	closed := make(chan error, 1)
 	_, err = id.CreateQP(mustPD(t, id.Device()), verbs.QPInitAttr{
 		SendCQ: mustCQ(t, id.Device(), 4), RecvCQ: mustCQ(t, id.Device(), 4), MaxSendWR: 4, MaxRecvWR: 4,
 		OnDisconnect: func(error) { closed <- id.Close() },
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	t.Cleanup(func() { id.Close() })
-	connected := make(chan error, 1)
-	go func() { connected <- id.Connect(Context(t), depthOne) }()
-	req, err := l.Accept(Context(t))
-	if err != nil {
-		t.Fatal(err)
-	}
-	var o options
-	o.defaults()
-	newEndpoint(t, req, &o)
-	if err := req.Accept(Context(t), depthOne); err != nil {
-		t.Fatal(err)
-	}
-	if err := <-connected; err != nil {
-		t.Fatal(err)
-	}
-	req.Close()
-	select {
-	case err := <-closed:
-		if err != nil {
-			t.Error(err)
-		}
-	case <-time.After(waitTimeout):
-		t.Fatal("Close from OnDisconnect did not return")
-	}
+	peer := connect(t, id, l, options{activeParam: depthOne, passiveParam: depthOne})
+	peer.ID.Close()
+	kit.Must(t, next(t, "return of Close from OnDisconnect", closed))
 }
 
-func mustPD(t *testing.T, d verbs.Device) verbs.PD {
+func mustPD(t testing.TB, d verbs.Device) verbs.PD {
 	t.Helper()
 	pd, err := d.AllocPD()
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	t.Cleanup(func() { pd.Dealloc() })
 	return pd
 }
 
-func mustCQ(t *testing.T, d verbs.Device, n int) verbs.CQ {
+func mustCQ(t testing.TB, d verbs.Device, n int) verbs.CQ {
 	t.Helper()
 	cq, err := d.CreateCQ(n)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	t.Cleanup(func() { cq.Close() })
 	return cq
 }
@@ -195,13 +165,8 @@ func testFlushOrder(t *testing.T, s *suite) {
 		t.Fatal(err)
 	}
 	for want := range n {
-		select {
-		case got := <-order:
-			if got != want {
-				t.Fatalf("completion: got request %d, want %d", got, want)
-			}
-		case <-time.After(waitTimeout):
-			t.Fatalf("request %d did not complete", want)
+		if got := next(t, "completion", order); got != want {
+			t.Fatalf("completion: got request %d, want %d", got, want)
 		}
 	}
 }
@@ -229,6 +194,12 @@ func (l *requestLog) complete(id int) {
 	l.done[id]++
 }
 
+func (l *requestLog) len() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.done)
+}
+
 func (l *requestLog) check(side string) {
 	l.t.Helper()
 	l.mu.Lock()
@@ -241,13 +212,11 @@ func (l *requestLog) check(side string) {
 }
 
 // stormRounds is the number of connections that the storm ends.
-const stormRounds = 20
+const stormRounds = 8
 
-// testDisconnectStorm ends connections under full load in both directions at random times, in
-// different ways. Each request completes exactly once.
+// testDisconnectStorm ends connections under full load in both directions, in different ways. Each request completes exactly once.
 func testDisconnectStorm(t *testing.T, s *suite) {
-	prov := s.newProvider(t)
-	l := listen(t, prov, s.laddr)
+	prov, l := s.listen(t)
 	for round := range stormRounds {
 		t.Run(fmt.Sprint(round), func(t *testing.T) { storm(t, prov, l, round) })
 	}
@@ -278,7 +247,9 @@ func storm(t *testing.T, prov verbs.Provider, l verbs.Listener, round int) {
 		wg.Go(loads[i].postReceives)
 		wg.Go(func() { loads[i].postChains(rand.New(rand.NewPCG(uint64(round), uint64(i)))) })
 	}
-	time.Sleep(time.Duration(rand.IntN(8000)) * time.Microsecond)
+	kit.Eventually(t, "requests at both ends", func() bool {
+		return loads[0].log.len() > 30*round && loads[1].log.len() > 30*round
+	})
 	p.end(round)
 	p.active.QP.Drain()
 	p.passive.QP.Drain()
@@ -303,10 +274,16 @@ func (p *pair) end(way int) {
 	case 2:
 		go p.active.QP.Drain()
 		p.passive.QP.Drain()
-	case 3: // an access that the peer refuses; a full queue may prevent the post
-		p.active.QP.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: 1,
-			SGList: []verbs.SGE{p.active.Buffer(8)}, Done: func(*verbs.WorkCompletion) {}})
-		time.Sleep(20 * time.Millisecond)
+	case 3: // an access that the peer refuses
+		wr := badWrite(p.active)
+		wr.Done = func(*verbs.WorkCompletion) {}
+		for {
+			if _, err := p.active.QP.PostSend(wr); !errors.Is(err, verbs.ErrQueueFull) {
+				break
+			}
+			runtime.Gosched()
+		}
+		p.passive.WaitDisconnect()
 	}
 }
 
@@ -321,7 +298,7 @@ func (l *load) postReceives() {
 		if errors.Is(err, verbs.ErrQPState) {
 			return
 		}
-		time.Sleep(20 * time.Microsecond)
+		runtime.Gosched()
 	}
 }
 
@@ -353,6 +330,6 @@ func (l *load) postChains(r *rand.Rand) {
 		if errors.Is(err, verbs.ErrQPState) {
 			return
 		}
-		time.Sleep(20 * time.Microsecond)
+		runtime.Gosched()
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // errorTests cover the errors of package verbs that the other groups do not cover. messageTests
@@ -27,41 +28,29 @@ var errorTests = []conformanceTest{
 
 // testLocalInvErrors checks that a LocalInv with an invalid key fails and ends the connection.
 func testLocalInvErrors(t *testing.T, s *suite) {
-	for _, name := range []string{"unknown", "stale key", "destroyed", "of another PD"} {
+	for name, key := range map[string]func(e *Endpoint, w window) verbs.RKey{
+		"unknown":   func(_ *Endpoint, w window) verbs.RKey { return w.rkey ^ 1<<25 },
+		"stale key": func(_ *Endpoint, w window) verbs.RKey { return w.rkey.WithKey(8) },
+		"destroyed": func(e *Endpoint, w window) verbs.RKey {
+			succeeds(e.T, "Dereg", w.mr.Dereg())
+			return w.rkey
+		},
+		"of another PD": func(e *Endpoint, _ window) verbs.RKey {
+			foreign, err := mustPD(e.T, e.Dev).AllocMR(1)
+			kit.Must(e.T, err)
+			e.T.Cleanup(func() { foreign.Dereg() })
+			return foreign.RKey()
+		},
+	} {
 		t.Run(name, func(t *testing.T) {
 			p := s.pair(t, options{}).sendFirst()
 			m, err := p.active.PD.AllocMR(1)
-			if err != nil {
-				t.Fatal(err)
-			}
+			kit.Must(t, err)
+			t.Cleanup(func() { m.Dereg() })
 			w := p.active.fastReg(m, 9, remoteWrite, 0, p.active.Buffer(8).Buf)
-			key := w.rkey
-			switch name {
-			case "unknown":
-				key ^= 1 << 25
-			case "stale key":
-				key = key.WithKey(8)
-			case "of another PD":
-				foreign, err := mustPD(t, p.active.Dev).AllocMR(1)
-				if err != nil {
-					t.Fatal(err)
-				}
-				t.Cleanup(func() { foreign.Dereg() })
-				key = foreign.RKey()
-			}
-			destroy := func() {
-				if err := m.Dereg(); err != nil {
-					t.Error(err)
-				}
-			}
-			if name == "destroyed" {
-				destroy()
-			} else {
-				t.Cleanup(destroy)
-			}
-			l := p.active.do(&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: key},
+			l := p.active.do(&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: key(p.active, w)},
 				&verbs.WorkRequest{Opcode: verbs.OpSend})
-			if st := l[0].Status; st == verbs.StatusSuccess || st == verbs.StatusWRFlushErr {
+			if st := l[0].Status; !failed(st) {
 				t.Errorf("LocalInv: got %v, want an error other than a flush", st)
 			}
 			if st := l[1].Status; st != verbs.StatusWRFlushErr {
@@ -77,56 +66,30 @@ func testLocalInvErrors(t *testing.T, s *suite) {
 func testFastRegOfDestroyed(t *testing.T, s *suite) {
 	p := s.pair(t, options{}).sendFirst()
 	m, err := p.active.PD.AllocMR(1)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := m.Dereg(); err != nil {
-		t.Fatal(err)
-	}
-	if err := m.Dereg(); err == nil {
-		t.Error("second Dereg: got no error, want one")
-	}
+	kit.Must(t, err)
+	kit.Must(t, m.Dereg())
+	fails(t, "second Dereg", m.Dereg())
 	out := newCompletions()
 	wr := &verbs.WorkRequest{Opcode: verbs.OpFastReg, Done: out.done, MR: m, Access: remoteWrite,
 		Segs: [][]byte{p.active.Buffer(8).Buf}}
 	if _, err := p.active.QP.PostSend(wr); err != nil {
 		return // refused by the post
 	}
-	if wc := out.wait(t, 1)[0]; wc.Status == verbs.StatusSuccess || wc.Status == verbs.StatusWRFlushErr {
+	if wc := out.wait(t, 1)[0]; !failed(wc.Status) {
 		t.Errorf("FastReg of a deregistered MR: got %v, want an error other than a flush", wc.Status)
 	}
 	p.active.WaitDisconnect()
 }
 
-// beginConnect starts a Connect and returns the request that the listener accepts.
-func beginConnect(t *testing.T, p verbs.Provider, l verbs.Listener, param verbs.ConnParam) (e *Endpoint,
-	req verbs.ConnRequest, connected chan error) {
-	t.Helper()
-	id, e := resolve(t, p, l.Addr())
-	connected = make(chan error, 1)
-	go func() { connected <- id.Connect(Context(t), param) }()
-	req, err := l.Accept(Context(t))
-	if err != nil {
-		t.Fatal(err)
-	}
-	return e, req, connected
-}
-
 // testNoReadDepth checks that an RDMA Read cannot be posted without InitiatorDepth. The connection
 // stays usable.
 func testNoReadDepth(t *testing.T, s *suite) {
-	p := s.newProvider(t)
-	l := listen(t, p, s.laddr)
-	var o options
-	o.defaults()
-	e, req, connected := beginConnect(t, p, l, verbs.ConnParam{ResponderResources: 1})
-	peer := newEndpoint(t, req, &o)
-	if err := req.Accept(Context(t), verbs.ConnParam{}); err != nil {
-		t.Fatal(err)
-	}
-	if err := <-connected; err != nil {
-		t.Fatal(err)
-	}
+	p, l := s.listen(t)
+	id, e := resolve(t, p, l.Addr())
+	req, connected := beginConnect(t, id, l, verbs.ConnParam{ResponderResources: 1})
+	peer := newEndpoint(t, req, options{})
+	kit.Must(t, req.Accept(Context(t), verbs.ConnParam{}))
+	kit.Must(t, <-connected)
 	wr := &verbs.WorkRequest{Opcode: verbs.OpRDMARead, Done: func(*verbs.WorkCompletion) {},
 		SGList: []verbs.SGE{e.Buffer(8)}, RKey: 1}
 	if bad, err := e.QP.PostSend(wr); !errors.Is(err, verbs.ErrInvalid) || bad != wr {
@@ -136,56 +99,42 @@ func testNoReadDepth(t *testing.T, s *suite) {
 }
 
 func testAcceptErrors(t *testing.T, s *suite) {
-	p := s.newProvider(t)
-	l := listen(t, p, s.laddr)
-	var o options
-	o.defaults()
-	_, req, connected := beginConnect(t, p, l, depthOne)
+	p, l := s.listen(t)
+	id, _ := resolve(t, p, l.Addr())
+	req, connected := beginConnect(t, id, l, depthOne)
 	wantConnError(t, "accept without a QP", req.Accept(Context(t), depthOne), verbs.ConnLocal)
-	newEndpoint(t, req, &o)
+	newEndpoint(t, req, options{})
 	long := depthOne
 	long.PrivateData = make([]byte, 1000)
 	wantConnError(t, "accept with 1000 bytes of private data", req.Accept(Context(t), long), verbs.ConnLocal)
-	if err := req.Accept(Context(t), depthOne); err != nil {
-		t.Errorf("accept after failed ones: %v", err)
-	}
-	if err := <-connected; err != nil {
-		t.Error(err)
-	}
+	succeeds(t, "accept after failed ones", req.Accept(Context(t), depthOne))
+	kit.Must(t, <-connected)
 	wantConnError(t, "accept twice", req.Accept(Context(t), depthOne), verbs.ConnLocal)
 }
 
 // testRejectErrors checks that Reject closes the ConnID even when it fails, so that the peer does
 // not wait.
 func testRejectErrors(t *testing.T, s *suite) {
-	p := s.newProvider(t)
-	l := listen(t, p, s.laddr)
-	_, req, connected := beginConnect(t, p, l, depthOne)
+	p, l := s.listen(t)
+	id, _ := resolve(t, p, l.Addr())
+	req, connected := beginConnect(t, id, l, depthOne)
 	wantConnError(t, "reject with 1000 bytes of private data", req.Reject(make([]byte, 1000)), verbs.ConnLocal)
 	var ce *verbs.ConnError
 	if err := <-connected; !errors.As(err, &ce) {
 		t.Errorf("connect: got %v, want a *verbs.ConnError", err)
 	}
-	if err := req.Reject(nil); err == nil {
-		t.Error("second Reject: got no error, want one")
-	}
+	fails(t, "second Reject", req.Reject(nil))
 }
 
 func testClosedConnID(t *testing.T, s *suite) {
-	p := s.newProvider(t)
-	l := listen(t, p, s.laddr)
+	p, l := s.listen(t)
 	id, err := p.Resolve(Context(t), l.Addr())
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	pd, cq := mustPD(t, id.Device()), mustCQ(t, id.Device(), 4)
 	attr := verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: 1, MaxRecvWR: 1}
-	if err := id.Close(); err != nil {
-		t.Error(err)
-	}
-	if _, err := id.CreateQP(pd, attr); !errors.Is(err, verbs.ErrInvalid) {
-		t.Errorf("create QP on a closed ConnID: got %v, want ErrInvalid", err)
-	}
+	kit.Must(t, id.Close())
+	_, err = id.CreateQP(pd, attr)
+	failsWith(t, "create QP on a closed ConnID", err, verbs.ErrInvalid)
 	for range 8 { // no Connect reaches the peer
 		id, e := resolve(t, p, l.Addr())
 		id.Close()
@@ -199,8 +148,7 @@ func testClosedConnID(t *testing.T, s *suite) {
 }
 
 func testListenErrors(t *testing.T, s *suite) {
-	p := s.newProvider(t)
-	l := listen(t, p, s.laddr)
+	p, l := s.listen(t)
 	if second, err := p.Listen(Context(t), l.Addr()); err == nil {
 		second.Close()
 		t.Error("second Listen on one address: got no error, want one")
@@ -215,75 +163,46 @@ func testListenErrors(t *testing.T, s *suite) {
 
 // testDestroyedResources checks that released resources cannot be used.
 func testDestroyedResources(t *testing.T, s *suite) {
-	p := s.pair(t, options{noConnect: true})
-	id, err := s.newProvider(t).Resolve(Context(t), p.active.ID.RemoteAddr())
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { id.Close() })
+	id := s.unconnected(t)
 	dev := id.Device()
 	pd, cq := mustPD(t, dev), mustCQ(t, dev, 4)
 	freedPD, err := dev.AllocPD()
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	closedCQ, err := dev.CreateCQ(4)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := errors.Join(freedPD.Dealloc(), closedCQ.Close()); err != nil {
-		t.Fatal(err)
-	}
-	if err := freedPD.Dealloc(); err == nil {
-		t.Error("second Dealloc: got no error, want one")
-	}
-	if _, err := freedPD.RegMR(make([]byte, 8)); err == nil {
-		t.Error("RegMR in a deallocated PD: got no error, want one")
-	}
-	if _, err := freedPD.AllocMR(1); err == nil {
-		t.Error("AllocMR in a deallocated PD: got no error, want one")
-	}
-	if _, err := id.CreateQP(freedPD, verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: 1,
-		MaxRecvWR: 1}); err == nil {
-		t.Error("CreateQP in a deallocated PD: got no error, want one")
-	}
-	if _, err := id.CreateQP(pd, verbs.QPInitAttr{SendCQ: cq, RecvCQ: closedCQ, MaxSendWR: 1,
-		MaxRecvWR: 1}); err == nil {
-		t.Error("CreateQP with a closed CQ: got no error, want one")
-	}
+	kit.Must(t, err)
+	kit.Must(t, errors.Join(freedPD.Dealloc(), closedCQ.Close()))
+	fails(t, "second Dealloc", freedPD.Dealloc())
+	_, err = freedPD.RegMR(make([]byte, 8))
+	fails(t, "RegMR in a deallocated PD", err)
+	_, err = freedPD.AllocMR(1)
+	fails(t, "AllocMR in a deallocated PD", err)
+	attr := verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: 1, MaxRecvWR: 1}
+	_, err = id.CreateQP(freedPD, attr)
+	fails(t, "CreateQP in a deallocated PD", err)
+	attr.RecvCQ = closedCQ
+	_, err = id.CreateQP(pd, attr)
+	fails(t, "CreateQP with a closed CQ", err)
 	// The failed calls must not hold references.
-	if err := pd.Dealloc(); err != nil {
-		t.Error(err)
-	}
-	if err := cq.Close(); err != nil {
-		t.Error(err)
-	}
-	if _, err := dev.CreateCQ(dev.Attrs().MaxCQE + 1); !errors.Is(err, verbs.ErrInvalid) {
-		t.Errorf("CreateCQ above the device's limit: got %v, want ErrInvalid", err)
-	}
+	kit.Must(t, pd.Dealloc())
+	kit.Must(t, cq.Close())
+	_, err = dev.CreateCQ(dev.Attrs().MaxCQE + 1)
+	failsWith(t, "CreateCQ above the device's limit", err, verbs.ErrInvalid)
 }
 
 // testForeignResources checks that a QP refuses resources of another device.
 func testForeignResources(t *testing.T, s *suite) {
-	here, there := s.pair(t, options{noConnect: true}), s.pair(t, options{noConnect: true})
-	if here.active.Dev == there.active.Dev {
+	id, there := s.unconnected(t), s.unconnected(t)
+	if id.Device() == there.Device() {
 		t.Skip("all providers share one device")
 	}
-	id, err := s.newProvider(t).Resolve(Context(t), here.active.ID.RemoteAddr())
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { id.Close() })
 	pd, cq := mustPD(t, id.Device()), mustCQ(t, id.Device(), 8)
-	otherPD, otherCQ := mustPD(t, there.active.Dev), mustCQ(t, there.active.Dev, 8)
+	otherPD, otherCQ := mustPD(t, there.Device()), mustCQ(t, there.Device(), 8)
 	attr := verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: 1, MaxRecvWR: 1}
-	if _, err := id.CreateQP(otherPD, attr); !errors.Is(err, verbs.ErrInvalid) {
-		t.Errorf("CreateQP with a PD of another device: got %v, want ErrInvalid", err)
-	}
+	_, err := id.CreateQP(otherPD, attr)
+	failsWith(t, "CreateQP with a PD of another device", err, verbs.ErrInvalid)
 	attr.RecvCQ = otherCQ
-	if _, err := id.CreateQP(pd, attr); !errors.Is(err, verbs.ErrInvalid) {
-		t.Errorf("CreateQP with a CQ of another device: got %v, want ErrInvalid", err)
-	}
+	_, err = id.CreateQP(pd, attr)
+	failsWith(t, "CreateQP with a CQ of another device", err, verbs.ErrInvalid)
 }
 
 // testRecvChainError checks that the Receives before an invalid one are posted, and the others are
@@ -349,11 +268,7 @@ func testFullCQ(t *testing.T, s *suite) {
 		return int(st.SendCompletions - before.SendCompletions + st.RecvCompletions - before.RecvCompletions)
 	}
 	if live {
-		for end := time.Now().Add(waitTimeout); completed() < total; time.Sleep(time.Millisecond) {
-			if time.Now().After(end) {
-				t.Fatalf("completed requests while a handler blocks: got %d, want %d", completed(), total)
-			}
-		}
+		kit.Eventually(t, "completed requests while a handler blocks", func() bool { return completed() >= total })
 	} else {
 		time.Sleep(time.Second) // without live statistics, wait until the CQ should be full
 	}

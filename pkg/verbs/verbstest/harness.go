@@ -2,6 +2,7 @@ package verbstest
 
 import (
 	"context"
+	"errors"
 	"net/netip"
 	"sync"
 	"testing"
@@ -9,11 +10,8 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
-
-// waitTimeout bounds each wait of the suite. waitTimeout is generous because the suite does not
-// check speed.
-const waitTimeout = 30 * time.Second
 
 // Default queue sizes of the suite's QPs.
 const (
@@ -74,7 +72,7 @@ type Endpoint struct {
 
 // Context returns a context that bounds a wait of a test.
 func Context(t testing.TB) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), waitTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), kit.Timeout)
 	t.Cleanup(cancel)
 	return ctx
 }
@@ -83,49 +81,38 @@ func Context(t testing.TB) context.Context {
 // them.
 func NewEndpoint(t testing.TB, id verbs.ConnID) *Endpoint {
 	t.Helper()
-	var o options
-	o.defaults()
-	return newEndpoint(t, id, &o)
+	return newEndpoint(t, id, options{})
 }
 
 // newEndpoint is NewEndpoint with options.
-func newEndpoint(t testing.TB, id verbs.ConnID, o *options) *Endpoint {
+func newEndpoint(t testing.TB, id verbs.ConnID, o options) *Endpoint {
 	t.Helper()
+	o.defaults()
 	e := &Endpoint{T: t, ID: id, Dev: id.Device(), Disconnects: make(chan error, 4), lastKey: make(map[verbs.MR]uint8)}
 	var err error
 	own := o.PD == nil
 	if e.PD, e.CQ = o.PD, o.CQ; own {
-		if e.PD, err = e.Dev.AllocPD(); err != nil {
-			t.Fatal(err)
-		}
-		if e.CQ, err = e.Dev.CreateCQ(o.sendDepth + o.recvDepth); err != nil {
-			t.Fatal(err)
-		}
+		e.PD, err = e.Dev.AllocPD()
+		kit.Must(t, err)
+		e.CQ, err = e.Dev.CreateCQ(o.sendDepth + o.recvDepth)
+		kit.Must(t, err)
 	}
 	e.QP, err = id.CreateQP(e.PD, verbs.QPInitAttr{
 		SendCQ: e.CQ, RecvCQ: e.CQ, MaxSendWR: o.sendDepth, MaxRecvWR: o.recvDepth, MaxSendSGE: defaultSGE,
 		InlineHandlers: !o.blocking,
 		OnDisconnect:   func(cause error) { e.Disconnects <- cause },
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	t.Cleanup(func() {
-		if err := id.Close(); err != nil {
-			t.Errorf("close connection: %v", err)
-		}
+		succeeds(t, "close connection", id.Close())
 		if n := len(e.Disconnects); n > 1 {
 			t.Errorf("OnDisconnect calls: got %d, want at most 1", n)
 		}
 		if !own {
 			return
 		}
-		if err := e.CQ.Close(); err != nil {
-			t.Errorf("close completion queue: %v", err)
-		}
-		if err := e.PD.Dealloc(); err != nil {
-			t.Errorf("deallocate protection domain: %v", err)
-		}
+		succeeds(t, "close completion queue", e.CQ.Close())
+		succeeds(t, "deallocate protection domain", e.PD.Dealloc())
 	})
 	return e
 }
@@ -133,9 +120,7 @@ func newEndpoint(t testing.TB, id verbs.ConnID, o *options) *Endpoint {
 func listen(t testing.TB, p verbs.Provider, laddr netip.AddrPort) verbs.Listener {
 	t.Helper()
 	l, err := p.Listen(Context(t), laddr)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	t.Cleanup(func() { l.Close() })
 	return l
 }
@@ -143,9 +128,7 @@ func listen(t testing.TB, p verbs.Provider, laddr netip.AddrPort) verbs.Listener
 // newPair connects two endpoints over laddr.
 func newPair(t testing.TB, p verbs.Provider, laddr netip.AddrPort, o options) *pair {
 	t.Helper()
-	o.defaults()
-	l := listen(t, p, laddr)
-	return connectPair(t, p, l, o)
+	return connectPair(t, p, listen(t, p, laddr), o)
 }
 
 // Connect connects an endpoint of client to an endpoint of the provider of l. The passive end may
@@ -160,28 +143,35 @@ func connectPair(t testing.TB, p verbs.Provider, l verbs.Listener, o options) *p
 	t.Helper()
 	o.defaults()
 	id, err := p.Resolve(Context(t), l.Addr())
-	if err != nil {
-		t.Fatal(err)
-	}
-	pr := &pair{active: newEndpoint(t, id, &o)}
+	kit.Must(t, err)
+	pr := &pair{active: newEndpoint(t, id, o)}
 	if o.noConnect {
 		return pr
 	}
-	connected := make(chan error, 1)
-	go func() { connected <- id.Connect(Context(t), o.activeParam) }()
-	req, err := l.Accept(Context(t))
-	if err != nil {
-		t.Fatal(err)
-	}
 	o.PD, o.CQ = nil, nil
-	pr.passive = newEndpoint(t, req, &o)
-	if err := req.Accept(Context(t), o.passiveParam); err != nil {
-		t.Fatal(err)
-	}
-	if err := <-connected; err != nil {
-		t.Fatal(err)
-	}
+	pr.passive = connect(t, id, l, o)
 	return pr
+}
+
+// connect connects id, which has a queue pair, to a new endpoint of l.
+func connect(t testing.TB, id verbs.ActiveID, l verbs.Listener, o options) *Endpoint {
+	t.Helper()
+	req, connected := beginConnect(t, id, l, o.activeParam)
+	e := newEndpoint(t, req, o)
+	kit.Must(t, req.Accept(Context(t), o.passiveParam))
+	kit.Must(t, <-connected)
+	return e
+}
+
+// beginConnect starts a Connect and returns the request that the listener accepts.
+func beginConnect(t testing.TB, id verbs.ActiveID, l verbs.Listener, param verbs.ConnParam) (verbs.ConnRequest,
+	chan error) {
+	t.Helper()
+	connected := make(chan error, 1)
+	go func() { connected <- id.Connect(Context(t), param) }()
+	req, err := l.Accept(Context(t))
+	kit.Must(t, err)
+	return req, connected
 }
 
 // other returns the opposite endpoint.
@@ -196,18 +186,12 @@ func (p *pair) other(e *Endpoint) *Endpoint {
 func (e *Endpoint) Buffer(n int) verbs.SGE {
 	e.T.Helper()
 	b, err := membuf.Alloc(max(n, 1))
-	if err != nil {
-		e.T.Fatal(err)
-	}
+	kit.Must(e.T, err)
 	m, err := e.PD.RegMR(b)
-	if err != nil {
-		e.T.Fatal(err)
-	}
+	kit.Must(e.T, err)
 	e.T.Cleanup(func() {
 		e.QP.Drain() // the device may use the memory until Drain returns
-		if err := m.Dereg(); err != nil {
-			e.T.Errorf("deregister buffer: %v", err)
-		}
+		succeeds(e.T, "deregister buffer", m.Dereg())
 		membuf.Free(b)
 	})
 	return verbs.SGE{Buf: b[:n], LKey: m.LKey()}
@@ -217,13 +201,9 @@ func (e *Endpoint) Buffer(n int) verbs.SGE {
 func (e *Endpoint) MR(depth int) verbs.MR {
 	e.T.Helper()
 	m, err := e.PD.AllocMR(depth)
-	if err != nil {
-		e.T.Fatal(err)
-	}
+	kit.Must(e.T, err)
 	e.T.Cleanup(func() {
-		if err := m.Dereg(); err != nil {
-			e.T.Errorf("deregister MR: %v", err)
-		}
+		succeeds(e.T, "deregister MR", m.Dereg())
 	})
 	return m
 }
@@ -257,7 +237,7 @@ func (c *completions) all() []verbs.WorkCompletion {
 // wait returns the first n completions.
 func (c *completions) wait(t testing.TB, n int) []verbs.WorkCompletion {
 	t.Helper()
-	timeout := time.After(waitTimeout)
+	timeout := time.After(kit.Timeout)
 	for {
 		if l := c.all(); len(l) >= n {
 			return l[:n]
@@ -265,7 +245,7 @@ func (c *completions) wait(t testing.TB, n int) []verbs.WorkCompletion {
 		select {
 		case <-c.notify:
 		case <-timeout:
-			t.Fatalf("completions after %v: got %d, want %d: %+v", waitTimeout, len(c.all()), n, c.all())
+			t.Fatalf("completions after %v: got %d, want %d: %+v", kit.Timeout, len(c.all()), n, c.all())
 		}
 	}
 }
@@ -320,17 +300,51 @@ func (e *Endpoint) recv(c *completions, sge verbs.SGE) {
 // WaitDisconnect waits for OnDisconnect and returns its cause.
 func (e *Endpoint) WaitDisconnect() error {
 	e.T.Helper()
+	cause := next(e.T, "call of OnDisconnect", e.Disconnects)
+	if cause == nil {
+		e.T.Error("OnDisconnect: got no cause, want one")
+	}
+	return cause
+}
+
+// next returns the next value of c.
+func next[T any](t testing.TB, what string, c <-chan T) T {
+	t.Helper()
 	select {
-	case cause := <-e.Disconnects:
-		if cause == nil {
-			e.T.Error("OnDisconnect: got no cause, want one")
-		}
-		return cause
-	case <-time.After(waitTimeout):
-		e.T.Fatal("OnDisconnect was not called")
-		return nil
+	case x := <-c:
+		return x
+	case <-time.After(kit.Timeout):
+		t.Fatalf("timeout: no %s", what)
+		panic("unreachable")
 	}
 }
+
+// succeeds checks that err is nil.
+func succeeds(t testing.TB, what string, err error) {
+	t.Helper()
+	if err != nil {
+		t.Errorf("%s: %v", what, err)
+	}
+}
+
+// fails checks that err is an error.
+func fails(t testing.TB, what string, err error) {
+	t.Helper()
+	if err == nil {
+		t.Errorf("%s: got no error, want one", what)
+	}
+}
+
+// failsWith checks that err wraps want.
+func failsWith(t testing.TB, what string, err, want error) {
+	t.Helper()
+	if !errors.Is(err, want) {
+		t.Errorf("%s: got %v, want %v", what, err, want)
+	}
+}
+
+// failed reports whether a request failed by itself: it was not flushed because of another one.
+func failed(st verbs.Status) bool { return st != verbs.StatusSuccess && st != verbs.StatusWRFlushErr }
 
 // sync sends a message from e to the other end and waits for it. When sync returns, earlier posts
 // of e have reached the peer's memory.

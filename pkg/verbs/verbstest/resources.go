@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 var resourceTests = []conformanceTest{
@@ -29,35 +30,20 @@ func testAttrs(t *testing.T, s *suite) {
 
 func testBusyResources(t *testing.T, s *suite) {
 	p := s.pair(t, options{noConnect: true})
-	if err := p.active.PD.Dealloc(); !errors.Is(err, verbs.ErrBusy) {
-		t.Errorf("deallocate a PD with a QP: got %v, want ErrBusy", err)
-	}
-	if err := p.active.CQ.Close(); !errors.Is(err, verbs.ErrBusy) {
-		t.Errorf("close a CQ with a QP: got %v, want ErrBusy", err)
-	}
+	failsWith(t, "deallocate a PD with a QP", p.active.PD.Dealloc(), verbs.ErrBusy)
+	failsWith(t, "close a CQ with a QP", p.active.CQ.Close(), verbs.ErrBusy)
 	pd := mustPD(t, p.active.Dev)
 	m, err := pd.RegMR(make([]byte, 8))
 	if p.active.Dev.Attrs().Caps.Has(verbs.CapRegisterAny) {
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := pd.Dealloc(); !errors.Is(err, verbs.ErrBusy) {
-			t.Errorf("deallocate a PD with an MR: got %v, want ErrBusy", err)
-		}
-		if err := m.Dereg(); err != nil {
-			t.Error(err)
-		}
+		kit.Must(t, err)
+		failsWith(t, "deallocate a PD with an MR", pd.Dealloc(), verbs.ErrBusy)
+		kit.Must(t, m.Dereg())
 	}
 }
 
 // testCQDepth checks that CreateQP refuses a CQ that could overflow.
 func testCQDepth(t *testing.T, s *suite) {
-	p := s.pair(t, options{noConnect: true})
-	id, err := s.newProvider(t).Resolve(Context(t), p.active.ID.RemoteAddr())
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { id.Close() })
+	id := s.unconnected(t)
 	pd, cq := mustPD(t, id.Device()), mustCQ(t, id.Device(), 10)
 	attr := verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: 6, MaxRecvWR: 5}
 	if _, err := id.CreateQP(pd, attr); !errors.Is(err, verbs.ErrNoResources) {
@@ -68,18 +54,11 @@ func testCQDepth(t *testing.T, s *suite) {
 		t.Fatal(err)
 	}
 	id.Close()
-	if err := cq.Close(); err != nil {
-		t.Errorf("close the CQ after its QP: %v", err)
-	}
+	succeeds(t, "close the CQ after its QP", cq.Close())
 }
 
 func testQPErrors(t *testing.T, s *suite) {
-	p := s.pair(t, options{noConnect: true})
-	id, err := s.newProvider(t).Resolve(Context(t), p.active.ID.RemoteAddr())
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { id.Close() })
+	id := s.unconnected(t)
 	pd, cq := mustPD(t, id.Device()), mustCQ(t, id.Device(), 100)
 	maxWR := id.Device().Attrs().MaxQPWR
 	for name, attr := range map[string]verbs.QPInitAttr{
@@ -93,9 +72,8 @@ func testQPErrors(t *testing.T, s *suite) {
 			t.Errorf("create QP with %s: got %v, want ErrInvalid", name, err)
 		}
 	}
-	if _, err := id.Device().CreateCQ(0); err == nil {
-		t.Error("CreateCQ with depth 0: got no error, want one")
-	}
+	_, err := id.Device().CreateCQ(0)
+	fails(t, "CreateCQ with depth 0", err)
 }
 
 // testSTags checks that STag indices are unique and not 0. On iWARP, where a peer could guess them,

@@ -5,10 +5,12 @@ import (
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 var sharingTests = []conformanceTest{
 	{"SharedPD", verbs.CapFastReg, testSharedPD},
+	{"OtherStream", verbs.CapFastReg, testOtherStream},
 	{"SharedPDOtherKey", verbs.CapFastReg, testSharedPDOtherKey},
 }
 
@@ -26,23 +28,15 @@ func (s *suite) shared(t *testing.T) *sharedEnd {
 	e := &sharedEnd{t: t, p: s.newProvider(t)}
 	e.l = listen(t, e.p, s.laddr)
 	id, err := e.p.Resolve(Context(t), e.l.Addr())
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	defer id.Close()
-	if e.pd, err = id.Device().AllocPD(); err != nil {
-		t.Fatal(err)
-	}
-	if e.cq, err = id.Device().CreateCQ(8 * defaultDepth); err != nil {
-		t.Fatal(err)
-	}
+	e.pd, err = id.Device().AllocPD()
+	kit.Must(t, err)
+	e.cq, err = id.Device().CreateCQ(8 * defaultDepth)
+	kit.Must(t, err)
 	t.Cleanup(func() { // runs after the cleanups of the connections
-		if err := e.cq.Close(); err != nil {
-			t.Errorf("close shared completion queue: %v", err)
-		}
-		if err := e.pd.Dealloc(); err != nil {
-			t.Errorf("deallocate shared protection domain: %v", err)
-		}
+		succeeds(t, "close shared completion queue", e.cq.Close())
+		succeeds(t, "deallocate shared protection domain", e.pd.Dealloc())
 	})
 	return e
 }
@@ -94,9 +88,7 @@ func testSharedPD(t *testing.T, s *suite) {
 			e := s.shared(t)
 			ended, other := e.pair(), e.pair()
 			orphan, err := e.pd.AllocMR(depth)
-			if err != nil {
-				t.Fatal(err)
-			}
+			kit.Must(t, err)
 			mem := ended.active.Buffer(64)
 			ended.active.fastReg(orphan, 1, remoteWrite, 0, mem.Buf)
 			m := other.active.MR(depth)
@@ -118,9 +110,7 @@ func testSharedPD(t *testing.T, s *suite) {
 				t.Errorf("Receive of the other connection: got %+v, want success", wc)
 			}
 			other.useAll(m, 2)
-			if err := orphan.Dereg(); err != nil {
-				t.Errorf("deregister an MR that was valid on the ended connection: %v", err)
-			}
+			succeeds(t, "deregister an MR that was valid on the ended connection", orphan.Dereg())
 			third := e.pair()
 			third.useAll(m, 3) // each connection of the PD may use an invalid MR
 			other.useAll(m, 4)
@@ -136,6 +126,15 @@ func badWrite(e *Endpoint) *verbs.WorkRequest {
 	return &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: 1, SGList: []verbs.SGE{e.Buffer(8)}}
 }
 
+// testOtherStream checks that a connection refuses the key of a connection with another PD.
+func testOtherStream(t *testing.T, s *suite) {
+	for _, op := range []verbs.Opcode{verbs.OpRDMAWrite, verbs.OpRDMARead} {
+		e := s.shared(t)
+		other := connectPair(t, e.p, e.l, options{}).sendFirst()
+		otherKey(t, op, e.pair(), other, false)
+	}
+}
+
 // testSharedPDOtherKey checks that a key of one connection is refused on another connection of the
 // same PD, even after the first one has ended. testSharedPDOtherKey covers RDMA Write, RDMA Read,
 // Send With Invalidate and LocalInv.
@@ -143,42 +142,42 @@ func testSharedPDOtherKey(t *testing.T, s *suite) {
 	if s.caps(t).Has(verbs.CapPerIOReg) {
 		t.Skip("keys of this device are valid on every connection of the protection domain")
 	}
-	for _, ownerEnded := range []bool{false, true} {
+	for _, state := range []string{"connected", "disconnected"} {
 		for _, op := range []verbs.Opcode{verbs.OpRDMAWrite, verbs.OpRDMARead, verbs.OpSendWithInv, verbs.OpLocalInv} {
-			state := "connected"
-			if ownerEnded {
-				state = "disconnected"
-			}
 			t.Run(op.String()+", owner "+state, func(t *testing.T) {
 				e := s.shared(t)
-				owner, other := e.pair(), e.pair()
-				mem := owner.active.Buffer(64)
-				pattern(mem.Buf, 7)
-				original := append([]byte(nil), mem.Buf...)
-				w := owner.active.fastReg(owner.active.MR(1), 5, remoteWrite|verbs.AccessRemoteRead, 0, mem.Buf)
-				if ownerEnded {
-					owner.active.QP.Drain()
-				}
-				if op == verbs.OpLocalInv {
-					wc := other.active.do(&verbs.WorkRequest{Opcode: op, InvalidateRKey: w.rkey})[0]
-					if wc.Status == verbs.StatusSuccess || wc.Status == verbs.StatusWRFlushErr {
-						t.Errorf("LocalInv: got %v, want an error other than a flush", wc.Status)
-					}
-				} else {
-					other.active.recv(newCompletions(), other.active.Buffer(8))
-					other.passive.post(newCompletions(), &verbs.WorkRequest{Opcode: op, RKey: w.rkey,
-						RemoteAddr:     w.iova,
-						InvalidateRKey: w.rkey, SGList: []verbs.SGE{other.passive.Buffer(8)}})
-				}
-				other.active.WaitDisconnect()
-				if !bytes.Equal(mem.Buf, original) {
-					t.Error("memory was written by the other connection")
-				}
-				if !ownerEnded { // the owner may still use its registration
-					owner.passive.must(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w.rkey, RemoteAddr: w.iova,
-						SGList: []verbs.SGE{owner.passive.Buffer(8)}})
-				}
+				otherKey(t, op, e.pair(), e.pair(), state == "disconnected")
 			})
 		}
+	}
+}
+
+// otherKey uses a key of owner on the connection other.
+func otherKey(t *testing.T, op verbs.Opcode, owner, other *pair, ownerEnded bool) {
+	t.Helper()
+	mem := owner.active.Buffer(64)
+	pattern(mem.Buf, 7)
+	original := bytes.Clone(mem.Buf)
+	w := owner.active.fastReg(owner.active.MR(1), 5, remoteWrite|verbs.AccessRemoteRead, 0, mem.Buf)
+	if ownerEnded {
+		owner.active.QP.Drain()
+	}
+	if op == verbs.OpLocalInv {
+		wc := other.active.do(&verbs.WorkRequest{Opcode: op, InvalidateRKey: w.rkey})[0]
+		if !failed(wc.Status) {
+			t.Errorf("LocalInv: got %v, want an error other than a flush", wc.Status)
+		}
+	} else {
+		other.active.recv(newCompletions(), other.active.Buffer(8))
+		other.passive.post(newCompletions(), &verbs.WorkRequest{Opcode: op, RKey: w.rkey, RemoteAddr: w.iova,
+			InvalidateRKey: w.rkey, SGList: []verbs.SGE{other.passive.Buffer(8)}})
+	}
+	other.active.WaitDisconnect()
+	if !bytes.Equal(mem.Buf, original) {
+		t.Errorf("%v: memory was written by the other connection", op)
+	}
+	if !ownerEnded { // the owner may still use its registration
+		owner.passive.must(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w.rkey, RemoteAddr: w.iova,
+			SGList: []verbs.SGE{owner.passive.Buffer(8)}})
 	}
 }
