@@ -7,11 +7,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math/rand/v2"
 	"net"
 	"os"
+	"slices"
 	"sync"
-	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -28,18 +27,12 @@ var cred = sunrpc.AppendAuthNone(nil)
 func connect(t testing.TB, opts Options) (*Client, net.Conn) {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	defer ln.Close()
 	c, err := Dial(t.Context(), ln.Addr().String(), opts)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	peer, err := ln.Accept()
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	t.Cleanup(func() {
 		c.Close()
 		peer.Close()
@@ -96,40 +89,29 @@ func TestCallWireFormat(t *testing.T) {
 	}
 }
 
-// TestConcurrentCalls answers many calls in random order. Each caller must get the reply to its
-// call.
+// TestConcurrentCalls answers calls in the reverse order of their arrival. Each caller must get the
+// reply to its call.
 func TestConcurrentCalls(t *testing.T) {
-	const callers, rounds = 16, 50
+	const callers = 16
 	c, peer := connect(t, Options{})
-	go func() {
-		var one sync.Mutex
-		for {
-			rec, err := ReadRecord(peer, nil, 1<<20)
-			if err != nil {
-				return
-			}
-			h, args, _ := sunrpc.ParseCall(rec)
-			go func() {
-				time.Sleep(time.Duration(rand.IntN(2000)) * time.Microsecond)
-				one.Lock()
-				defer one.Unlock()
-				WriteRecord(peer, success(h.XID, args))
-			}()
-		}
-	}()
 	var wg sync.WaitGroup
 	for i := range callers {
 		wg.Go(func() {
-			for j := range rounds {
-				want := fmt.Appendf(nil, "%04d%04d", i, j)
-				// The capacity of Result is too small for one call in four.
-				m := sunrpc.Message{Cred: cred, Args: want, Result: make([]byte, 0, 4*(j%4))}
-				if err := c.Call(t.Context(), &m); err != nil || !bytes.Equal(m.Result, want) {
-					t.Errorf("caller %d: got result %q, error %v; want %q", i, m.Result, err, want)
-					return
-				}
+			want := fmt.Appendf(nil, "%08d", i)
+			// The capacity of Result is too small for one call in four.
+			m := sunrpc.Message{Cred: cred, Args: want, Result: make([]byte, 0, 4*(i%4))}
+			if err := c.Call(t.Context(), &m); err != nil || !bytes.Equal(m.Result, want) {
+				t.Errorf("caller %d: got result %q, error %v; want %q", i, m.Result, err, want)
 			}
 		})
+	}
+	var replies [callers][]byte
+	for i := range replies {
+		h, args := readCall(t, peer)
+		replies[i] = success(h.XID, args)
+	}
+	for _, r := range slices.Backward(replies[:]) {
+		kit.Must(t, WriteRecord(peer, r))
 	}
 	wg.Wait()
 }
@@ -217,7 +199,6 @@ func TestProtocolErrorsEndConnection(t *testing.T) {
 	}{
 		{"close", "", io.EOF},
 		{"close inside the mark", "\x80\x00", io.ErrUnexpectedEOF},
-		{"close inside the XID", "\x80\x00\x00\x08ab", io.ErrUnexpectedEOF},
 		{"HTTP", "HTTP/1.1 400 Bad Request\r\n\r\n", ErrRecord},
 		{"record too long to skip", "\x84\x01\x00\x01", ErrRecord},
 		{"record of two bytes", "\x80\x00\x00\x02ab", sunrpc.ErrMalformed},
@@ -369,47 +350,5 @@ func TestCloseEndsPendingCalls(t *testing.T) {
 	}
 	if err := c.Call(t.Context(), &sunrpc.Message{Cred: cred}); !errors.Is(err, ErrClosed) {
 		t.Errorf("later call: got error %v, want %v", err, ErrClosed)
-	}
-}
-
-func TestDialClosedPort(t *testing.T) {
-	if _, err := Dial(t.Context(), kit.ClosedPort(t).String(), Options{}); !errors.Is(err, syscall.ECONNREFUSED) {
-		t.Errorf("got error %v, want %v", err, syscall.ECONNREFUSED)
-	}
-}
-
-// echoServer answers each call with its arguments. It does not allocate after the first call.
-func echoServer(peer net.Conn) {
-	var rec, reply []byte
-	var err error
-	for {
-		if rec, err = ReadRecord(peer, rec, 4<<20); err != nil {
-			return
-		}
-		h, args, err := sunrpc.ParseCall(rec)
-		if err != nil {
-			return
-		}
-		reply = append(sunrpc.AppendAcceptedReply(reply[:0], h.XID, sunrpc.Success), args...)
-		if WriteRecord(peer, reply) != nil {
-			return
-		}
-	}
-}
-
-func BenchmarkCall(b *testing.B) {
-	for _, size := range []int{0, 4 << 10, 1 << 20} {
-		b.Run(fmt.Sprint(size), func(b *testing.B) {
-			c, peer := connect(b, Options{})
-			go echoServer(peer)
-			m := sunrpc.Message{Cred: cred, Args: make([]byte, size), Result: make([]byte, 0, size)}
-			b.SetBytes(int64(2 * size))
-			b.ReportAllocs()
-			for b.Loop() {
-				if err := c.Call(context.Background(), &m); err != nil {
-					b.Fatal(err)
-				}
-			}
-		})
 	}
 }

@@ -11,6 +11,8 @@ import (
 	"strings"
 	"testing"
 	"testing/iotest"
+
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 func TestReadRecord(t *testing.T) {
@@ -152,9 +154,7 @@ func FuzzReadRecord(f *testing.F) {
 		}
 		// The record is the same after it was written as one fragment.
 		var again bytes.Buffer
-		if err := WriteRecord(&again, got); err != nil {
-			t.Fatal(err)
-		}
+		kit.Must(t, WriteRecord(&again, got))
 		back, err := ReadRecord(&again, nil, int(limit))
 		if err != nil || !bytes.Equal(back, got) {
 			t.Fatalf("read back %x, error %v; want %x", back, err, got)
