@@ -13,17 +13,14 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
-
-const testTimeout = 20 * time.Second
 
 // startServer runs Serve on loopback until the test ends.
 func startServer(t testing.TB, cfg Config) netip.AddrPort {
 	t.Helper()
 	l, err := softiwarp.New(softiwarp.Config{}).Listen(context.Background(), netip.MustParseAddrPort("127.0.0.1:0"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() { done <- Serve(ctx, l, cfg) }()
@@ -78,30 +75,30 @@ const (
 func dialRaw(t testing.TB, addr netip.AddrPort, private []byte) *rawClient {
 	t.Helper()
 	c := newRaw(t, addr)
-	must(t, c.connect(verbs.ConnParam{PrivateData: private, ResponderResources: 16}))
+	kit.Must(t, c.connect(verbs.ConnParam{PrivateData: private, ResponderResources: 16}))
 	return c
 }
 
 // newRaw returns a client that is not yet connected.
 func newRaw(t testing.TB, addr netip.AddrPort) *rawClient {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), kit.Timeout)
 	defer cancel()
 	id, err := softiwarp.New(softiwarp.Config{}).Resolve(ctx, addr)
-	must(t, err)
+	kit.Must(t, err)
 	c := &rawClient{t: t, id: id, got: make(chan received, rawRecvs), down: make(chan error, 1)}
 	t.Cleanup(c.close)
 	c.pd, err = id.Device().AllocPD()
-	must(t, err)
+	kit.Must(t, err)
 	c.cq, err = id.Device().CreateCQ(512)
-	must(t, err)
+	kit.Must(t, err)
 	c.qp, err = id.CreateQP(c.pd, verbs.QPInitAttr{SendCQ: c.cq, RecvCQ: c.cq, MaxSendWR: 64, MaxRecvWR: rawRecvs,
 		MaxSendSGE: 1, OnDisconnect: func(cause error) { c.down <- cause }})
-	must(t, err)
+	kit.Must(t, err)
 	c.mem, err = membuf.Alloc(rawMem)
-	must(t, err)
+	kit.Must(t, err)
 	c.memMR, err = c.pd.RegMR(c.mem)
-	must(t, err)
+	kit.Must(t, err)
 	for i := range rawRecvs {
 		c.postRecv(c.mem[i*rawRecvSize : (i+1)*rawRecvSize])
 	}
@@ -109,16 +106,9 @@ func newRaw(t testing.TB, addr netip.AddrPort) *rawClient {
 }
 
 func (c *rawClient) connect(param verbs.ConnParam) error {
-	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), kit.Timeout)
 	defer cancel()
 	return c.id.Connect(ctx, param)
-}
-
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
 }
 
 func (c *rawClient) postRecv(buf []byte) {
@@ -137,15 +127,15 @@ func (c *rawClient) close() {
 	c.closed.Do(func() {
 		_ = c.id.Close()
 		for _, mr := range c.mrs {
-			must(c.t, mr.Dereg())
+			kit.Must(c.t, mr.Dereg())
 		}
 		if c.memMR != nil {
-			must(c.t, c.memMR.Dereg())
+			kit.Must(c.t, c.memMR.Dereg())
 			membuf.Free(c.mem)
 		}
 		if c.cq != nil {
-			must(c.t, c.cq.Close())
-			must(c.t, c.pd.Dealloc())
+			kit.Must(c.t, c.cq.Close())
+			kit.Must(c.t, c.pd.Dealloc())
 		}
 	})
 }
@@ -154,7 +144,7 @@ func (c *rawClient) close() {
 func (c *rawClient) register(at, n int, access verbs.Access) rpcrdma.Segment {
 	c.t.Helper()
 	mr, err := c.pd.AllocMR(600)
-	must(c.t, err)
+	kit.Must(c.t, err)
 	c.mrs = append(c.mrs, mr)
 	c.key++
 	addr := uint64(0xabc<<32) + uint64(at)
@@ -164,7 +154,7 @@ func (c *rawClient) register(at, n int, access verbs.Access) rpcrdma.Segment {
 			wc *verbs.WorkCompletion) {
 			done <- wc.Status
 		}})
-	must(c.t, err)
+	kit.Must(c.t, err)
 	if st := <-done; st != verbs.StatusSuccess {
 		c.t.Fatalf("FastReg: %v", st)
 	}
@@ -179,7 +169,7 @@ func (c *rawClient) sendBytes(b []byte) {
 	_, err := c.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpSend, Signaled: true,
 		SGList: []verbs.SGE{{Buf: buf, LKey: c.memMR.LKey()}},
 		Done:   func(wc *verbs.WorkCompletion) { done <- wc.Status }})
-	must(c.t, err)
+	kit.Must(c.t, err)
 	if st := <-done; st != verbs.StatusSuccess {
 		c.t.Fatalf("Send: %v", st)
 	}
@@ -199,8 +189,8 @@ func (c *rawClient) receive() received {
 		return r
 	case err := <-c.down:
 		c.t.Fatalf("connection lost: %v", err)
-	case <-time.After(testTimeout):
-		c.t.Fatalf("no message received in %v", testTimeout)
+	case <-time.After(kit.Timeout):
+		c.t.Fatalf("no message received in %v", kit.Timeout)
 	}
 	panic("unreachable")
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // testHandler returns the requested number of bytes for READ. For other calls it returns status 0
@@ -363,6 +364,7 @@ func TestInvalidMessagesGetErrors(t *testing.T) {
 	// The server discards these messages and replies to the next call.
 	c.sendBytes(raw(20, 1, 8, 3, 0, 0, 0))
 	c.sendBytes(raw(21, 1, 8, 4, 1, 1, 1))
+	c.sendBytes(raw(25, 2, 8, 4, 1, 1, 1)) // an RDMA_ERROR of another version
 	c.sendBytes(raw(22, 1, 8, 0, 0, 0)[:27-4])
 	c.sendBytes([]byte{1})
 	c.sendBytes(append(raw(23, 1, 8, 0, 0, 0, 0), sunrpc.AppendAcceptedReply(nil, 23, 0)...))
@@ -562,8 +564,8 @@ func TestConnectionLossReleasesResources(t *testing.T) {
 	c.sendMsg(&rpcrdma.Header{XID: 1, Reads: []rpcrdma.ReadSegment{{Position: uint32(len(body)), Segment: seg}}}, body)
 	select {
 	case <-c.down:
-	case <-time.After(testTimeout):
-		t.Errorf("connection is still open %v after a refused Read", testTimeout)
+	case <-time.After(kit.Timeout):
+		t.Errorf("connection is still open %v after a refused Read", kit.Timeout)
 	}
 }
 
@@ -584,8 +586,8 @@ func TestReplyHookDropsAndDisconnects(t *testing.T) {
 	c.sendMsg(&rpcrdma.Header{XID: 3}, rpcCall(3, progNFS, 3, 0, nil))
 	select {
 	case <-c.down:
-	case <-time.After(testTimeout):
-		t.Errorf("connection is still open %v after Disconnect", testTimeout)
+	case <-time.After(kit.Timeout):
+		t.Errorf("connection is still open %v after Disconnect", kit.Timeout)
 	}
 }
 
