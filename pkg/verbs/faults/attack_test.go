@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"testing"
-	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
@@ -98,33 +97,6 @@ func TestLateWriteIsRefused(t *testing.T) {
 		t.Errorf("stats contain the attack: %+v", st)
 	}
 	wantCounts(t, a.p, faults.Count{Name: "late-write", Injected: 1})
-}
-
-// TestLateWriteRepeatsUnfencedWrite checks that a late Write repeats the same bytes at the same
-// address. The client here does not fence its memory.
-func TestLateWriteRepeatsUnfencedWrite(t *testing.T) {
-	const data = "sixteen bytes..."
-	a := newAttackTest(t, "seed=1,late-write=2:1s", verbs.AccessLocalWrite|verbs.AccessRemoteWrite)
-	a.reply("----------------", false) // the fault does not fire at event 1
-	a.c.log.want("reply", verbs.StatusSuccess)
-	a.c.recv("reply", a.c.Buffer(16))
-	a.reply(data, false)
-	a.c.log.want("reply", verbs.StatusSuccess)
-	clear(a.mem)
-	for a.p.Counts()[0].Injected != 1 {
-		time.Sleep(time.Millisecond)
-	}
-	a.c.recv("last", a.c.Buffer(16))
-	a.s.post(a.s.wr("last", &verbs.WorkRequest{Opcode: verbs.OpSend}))
-	a.c.log.want("last", verbs.StatusSuccess)
-	want := make([]byte, memSize)
-	copy(want[regFrom+8:], data[8:])
-	if !bytes.Equal(a.mem, want) {
-		t.Errorf("memory: got %q, want the second Write again", a.mem[regFrom:][:16])
-	}
-	if len(a.c.Disconnects) != 0 {
-		t.Error("the connection ended, want it to continue")
-	}
 }
 
 func TestLateReadIsRefused(t *testing.T) {

@@ -11,18 +11,15 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
-
-const testTimeout = 30 * time.Second
 
 var loopback = netip.MustParseAddrPort("127.0.0.1:0")
 
 func parse(t testing.TB, spec string) *faults.Plan {
 	t.Helper()
 	p, err := faults.Parse(spec)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	return p
 }
 
@@ -43,9 +40,7 @@ type side struct {
 func connect(t testing.TB, client, server verbs.Provider) (c, s *side) {
 	t.Helper()
 	l, err := server.Listen(verbstest.Context(t), loopback)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	defer l.Close()
 	active, passive := verbstest.Connect(t, client, l)
 	return &side{active, newLog(t)}, &side{passive, newLog(t)}
@@ -153,7 +148,7 @@ func (l *completionLog) handler(name string, qp *verbs.QP) func(*verbs.WorkCompl
 // next removes and returns the oldest completion. next waits for one if necessary.
 func (l *completionLog) next() entry {
 	l.t.Helper()
-	timeout := time.After(testTimeout)
+	timeout := time.After(kit.Timeout)
 	for {
 		l.mu.Lock()
 		if len(l.list) > 0 {
@@ -166,7 +161,7 @@ func (l *completionLog) next() entry {
 		select {
 		case <-l.notify:
 		case <-timeout:
-			l.t.Fatalf("no completion after %v", testTimeout)
+			l.t.Fatal("timeout: no completion")
 		}
 	}
 }

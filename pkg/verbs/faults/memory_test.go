@@ -10,6 +10,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 func TestAllocFailReturnsENOMEM(t *testing.T) {
@@ -24,9 +25,7 @@ func TestAllocFailReturnsENOMEM(t *testing.T) {
 			}
 			continue
 		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		kit.Must(t, err)
 		if err := m.Dereg(); err != nil {
 			t.Error(err)
 		}
@@ -44,9 +43,7 @@ func TestDeregFailKeepsMR(t *testing.T) {
 	m1, err1 := c.PD.AllocMR(1)
 	m2, err2 := c.PD.AllocMR(1)
 	m3, err3 := c.PD.AllocMR(1)
-	if err := errors.Join(err1, err2, err3); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, errors.Join(err1, err2, err3))
 	c.post(c.wr("reg", &verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m2, NewKey: 9,
 		Access: verbs.AccessLocalWrite | verbs.AccessRemoteWrite,
 		Segs:   [][]byte{mem.Buf[:8]}}))
@@ -81,9 +78,8 @@ func TestDeregRetrySucceeds(t *testing.T) {
 	var mrs [2]verbs.MR
 	for i := range mrs {
 		var err error
-		if mrs[i], err = c.PD.AllocMR(1); err != nil {
-			t.Fatal(err)
-		}
+		mrs[i], err = c.PD.AllocMR(1)
+		kit.Must(t, err)
 	}
 	if err := mrs[0].Dereg(); err != nil {
 		t.Error(err)
@@ -101,14 +97,10 @@ func TestConnectFailIsUnreachable(t *testing.T) {
 	p := withFaults(t, "seed=1,connect-fail=2")
 	connectClient(t, p)
 	l, err := softiwarp.New(softiwarp.Config{}).Listen(verbstest.Context(t), loopback)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	defer l.Close()
 	id, err := p.Resolve(verbstest.Context(t), l.Addr())
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	verbstest.NewEndpoint(t, id)
 	err = id.Connect(verbstest.Context(t), verbs.ConnParam{})
 	var ce *verbs.ConnError

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // allFaults is a plan with every fault.
@@ -48,25 +49,15 @@ func TestParseErrors(t *testing.T) {
 		{"disconnect=5", "disconnect=5"},
 		{"seed=1,,lose-reply=2", ""},
 		{"lose-reply", "lose-reply"},
-		{"lose-reply=2,", ""},
 		{"seed=1,lose-reply=0", "lose-reply=0"},
 		{"lose-reply=-1", "lose-reply=-1"},
-		{"lose-reply=~", "lose-reply=~"},
-		{"lose-reply=100~", "lose-reply=100~"},
 		{"lose-reply=7:2", "lose-reply=7:2"},
 		{"lose-reply=7,lose-reply=8", "lose-reply=8"},
 		{"seed=1,seed=2", "seed=2"},
-		{"seed=", "seed="},
-		{"seed=-1", "seed=-1"},
 		{"post-fail=50", "post-fail=50"},
-		{"post-fail=50:-1", "post-fail=50:-1"},
-		{"post-fail=50:99999999999", "post-fail=50:99999999999"},
 		{"delay-reply=3", "delay-reply=3"},
 		{"delay-reply=3:-5ms", "delay-reply=3:-5ms"},
-		{"delay-reply=3:0s", "delay-reply=3:0s"},
-		{"delay-reply=3:5", "delay-reply=3:5"},
 		{"delay-reply=3:1000h", "delay-reply=3:1000h"},
-		{"late-write=3:", "late-write=3:"},
 		{"credits=~1", "credits=~1"},
 		{"credits=4294967296", "credits=4294967296"},
 	} {
@@ -100,9 +91,7 @@ func TestParseChoosesSeed(t *testing.T) {
 // allFaults contains it.
 func TestEveryFaultIsDocumented(t *testing.T) {
 	doc, err := os.ReadFile("doc.go")
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	for _, f := range faults.All() {
 		if f.Does == "" || f.Expect == "" || f.Syntax == "" {
 			t.Errorf("fault %s: description is missing", f.Name)
