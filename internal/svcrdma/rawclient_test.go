@@ -16,6 +16,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
+func TestMain(m *testing.M) { kit.Main(m) }
+
 // startServer runs Serve on loopback until the test ends.
 func startServer(t testing.TB, cfg Config) netip.AddrPort {
 	t.Helper()

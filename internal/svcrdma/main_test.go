@@ -1,9 +1,0 @@
-package svcrdma
-
-import (
-	"testing"
-
-	"github.com/nfsrdmad/nfsrdmad/test/kit"
-)
-
-func TestMain(m *testing.M) { kit.Main(m) }
