@@ -114,23 +114,3 @@ func TestFirstKeysAreUnpredictable(t *testing.T) {
 		}
 	}
 }
-
-// TestKeyHistoriesAreBounded destroys more MRs than histories are kept. A device that never uses an
-// index again must not make the pool grow.
-func TestKeyHistoriesAreBounded(t *testing.T) {
-	var stats Counters
-	pool := NewPool(&fakePD{}, Params{Depth: 1, PageSize: 4096, MaxSegs: 8}, &stats, Hooks{})
-	var l List
-	l.Use(pool)
-	mem := pages(t, 8)
-	for range maxRetired {
-		if _, err := l.Map([][]byte{mem}, false, 1); err != nil {
-			t.Fatal(err)
-		}
-		pool.Recover()
-	}
-	if n := len(pool.mrs.retired); n != maxRetired {
-		t.Errorf("histories of destroyed MRs: got %d, want %d", n, maxRetired)
-	}
-	pool.Destroy()
-}

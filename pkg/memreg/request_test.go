@@ -2,11 +2,7 @@ package memreg
 
 import (
 	"errors"
-	"fmt"
-	"runtime"
 	"slices"
-	"strings"
-	"sync"
 	"syscall"
 	"testing"
 
@@ -40,26 +36,6 @@ func threeMRs(t *testing.T, stats *Counters, hooks Hooks) (*List, *Pool) {
 		t.Fatalf("Map: got %d MRs, %v; want 3", n, err)
 	}
 	return l, pool
-}
-
-// TestMapAddsToEarlierChunk maps a second chunk, and fails to map a third one.
-func TestMapAddsToEarlierChunk(t *testing.T) {
-	var stats Counters
-	l, pool := threeMRs(t, &stats, Hooks{})
-	defer pool.Destroy()
-	first := slices.Clone(l.Registered())
-	if n, err := l.Map([][]byte{pages(t, 2)}, false, 7); n != 2 || err != nil {
-		t.Errorf("second chunk: got %d MRs, %v; want 2", n, err)
-	}
-	if n, err := l.Map([][]byte{pages(t, 9)}, true, 7); n != 0 || !errors.Is(err, ErrTooManySegments) {
-		t.Errorf("chunk of 9 pages: got %d MRs, %v; want 0, %v", n, err, ErrTooManySegments)
-	}
-	if got := l.Registered(); len(got) != 5 || !slices.Equal(got[:3], first) {
-		t.Errorf("registered MRs: got %d, want the first 3 and 2 more", len(got))
-	}
-	if err := l.Unmap(); err != nil {
-		t.Error(err)
-	}
 }
 
 // TestChainOfRPC checks the requests of an RPC: unsignaled FastRegs in the order of Map, and then
@@ -144,17 +120,6 @@ func TestRemoteInvalidationCounts(t *testing.T) {
 	}
 }
 
-// TestInvalidateWithoutMRs checks that an RPC without MRs is fenced at once, without a post.
-func TestInvalidateWithoutMRs(t *testing.T) {
-	var l List
-	var got []bool
-	qp := &recordingQP{failAt: 0}
-	err := l.Invalidate(qp, func(ok bool) { got = append(got, ok) })
-	if err != nil || !slices.Equal(got, []bool{true}) {
-		t.Errorf("Invalidate: got %v, fenced %v; want nil, true", err, got)
-	}
-}
-
 // TestFailedCompletionsAreReported checks that the owner of the pool gets every failed completion,
 // flushes included, and no other (S25).
 func TestFailedCompletionsAreReported(t *testing.T) {
@@ -233,77 +198,4 @@ func TestXIDAddress(t *testing.T) {
 			t.Errorf("address of %d bytes at %#x: got %#x, want %#x", c.length, c.addr, got, c.want)
 		}
 	}
-}
-
-// TestPostedMRIsNotUnmapped checks the invariant that Unmap gets only MRs that were not posted
-// (S19).
-func TestPostedMRIsNotUnmapped(t *testing.T) {
-	var stats Counters
-	l, pool := threeMRs(t, &stats, Hooks{})
-	defer pool.Destroy()
-	l.Chain(&verbs.WorkRequest{})
-	defer func() {
-		if v := fmt.Sprint(recover()); !strings.Contains(v, "was posted") {
-			t.Errorf("Unmap of posted MRs: got %q, want a broken invariant", v)
-		}
-	}()
-	l.Unmap()
-}
-
-// TestSlotsDoNotContend runs calls in several slots at the same time. No goroutine may wait for a
-// lock of this package, because slots share none (S2).
-func TestSlotsDoNotContend(t *testing.T) {
-	const slots, calls = 4, 30_000
-	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(slots))
-	var stats Counters
-	pool := NewPool(&fakePD{}, Params{Depth: 1, PageSize: 4096, MaxSegs: 8}, &stats, Hooks{})
-	defer pool.Destroy()
-	mem := pages(t, 2)
-	lists := make([]List, slots)
-	for i := range lists {
-		lists[i].Use(pool)
-		if _, err := lists[i].Map([][]byte{mem}, true, 1); err != nil { // allocates the MRs
-			t.Fatal(err)
-		}
-		lists[i].Unmap()
-	}
-	before := lockWaits(t)
-	defer runtime.SetMutexProfileFraction(runtime.SetMutexProfileFraction(1))
-	var wg sync.WaitGroup
-	for i := range lists {
-		wg.Go(func() {
-			for range calls {
-				if _, err := lists[i].Map([][]byte{mem}, true, 1); err != nil {
-					t.Error(err)
-					return
-				}
-				lists[i].Unmap()
-			}
-		})
-	}
-	wg.Wait()
-	if n := lockWaits(t) - before; n != 0 {
-		t.Errorf("waits for locks in %d calls of %d slots: got %d, want 0", calls, slots, n)
-	}
-}
-
-// lockWaits returns how often a goroutine waited for a lock that code of this package held.
-func lockWaits(t *testing.T) (n int64) {
-	t.Helper()
-	records := make([]runtime.BlockProfileRecord, 1000)
-	count, ok := runtime.MutexProfile(records)
-	if !ok {
-		t.Fatalf("mutex profile: got %d records, want at most %d", count, len(records))
-	}
-	for _, r := range records[:count] {
-		frames := runtime.CallersFrames(r.Stack())
-		for more := true; more; {
-			var f runtime.Frame
-			if f, more = frames.Next(); strings.Contains(f.Function, "memreg.(*") {
-				n += r.Count
-				break
-			}
-		}
-	}
-	return n
 }
