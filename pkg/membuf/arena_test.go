@@ -4,21 +4,16 @@ import (
 	"errors"
 	"sync"
 	"testing"
-)
 
-func mustAlloc(t *testing.T, n int) []byte {
-	t.Helper()
-	b, err := Alloc(n)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return b
-}
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+)
 
 func TestArenaOfFindsAllocation(t *testing.T) {
 	var all [][]byte
 	for _, n := range []int{1, 4096, 100000, 8192, 1} {
-		all = append(all, mustAlloc(t, n))
+		b, err := Alloc(n)
+		kit.Must(t, err)
+		all = append(all, b)
 	}
 	for i, b := range all {
 		a := ArenaOf(b)
@@ -53,7 +48,8 @@ type attachment struct{ detached int }
 func (a *attachment) Detach() { a.detached++ }
 
 func TestFreeDetachesAttachments(t *testing.T) {
-	b := mustAlloc(t, 4096)
+	b, err := Alloc(4096)
+	kit.Must(t, err)
 	a := ArenaOf(b)
 	calls := 0
 	x := &attachment{}
@@ -77,9 +73,8 @@ func TestFreeDetachesAttachments(t *testing.T) {
 		t.Errorf("Attached: got error %v, want %v", err, failure)
 	}
 	forgotten := &attachment{}
-	if _, err := a.Attached("three", func() (Attachment, error) { return forgotten, nil }); err != nil {
-		t.Fatal(err)
-	}
+	_, err = a.Attached("three", func() (Attachment, error) { return forgotten, nil })
+	kit.Must(t, err)
 	if got := a.Forget("three"); got != forgotten {
 		t.Errorf("Forget: got %v, want %v", got, forgotten)
 	}

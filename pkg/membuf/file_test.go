@@ -2,9 +2,7 @@ package membuf
 
 import (
 	"bytes"
-	"errors"
 	"fmt"
-	"io"
 	"math"
 	"os"
 	"os/exec"
@@ -20,17 +18,14 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-// childEnv makes the test binary run childProcess.
+// childEnv makes the test binary run useLockedMemory.
 const childEnv = "NFSRDMAD_MEMBUF_TEST_CHILD"
 
-const (
-	fileSizeTest  = 8192
-	fileLimitTest = 16
-)
+const fileSizeTest = 8192
 
 func TestMain(m *testing.M) {
-	if mode := os.Getenv(childEnv); mode != "" {
-		if err := childProcess(mode); err != nil {
+	if os.Getenv(childEnv) != "" {
+		if err := useLockedMemory(); err != nil {
 			fmt.Fprintln(os.Stderr, "child:", err)
 			os.Exit(1)
 		}
@@ -39,35 +34,10 @@ func TestMain(m *testing.M) {
 	kit.Main(m)
 }
 
-func childProcess(mode string) error {
-	switch mode {
-	case "write":
-		return writeUntilKilled()
-	case "lock":
-		return useLockedMemory()
-	}
-	return fmt.Errorf("unknown mode %s", mode)
-}
-
-func child(mode string, files ...*os.File) *exec.Cmd {
-	c := exec.Command("/proc/self/exe")
-	c.Env = append(os.Environ(), childEnv+"="+mode)
-	c.Stderr = os.Stderr
-	c.ExtraFiles = files
-	return c
-}
-
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
 func newPool(t *testing.T, size, limit int) *Pool {
 	t.Helper()
 	p, err := NewFilePool("test", size, limit)
-	must(t, err)
+	kit.Must(t, err)
 	return p
 }
 
@@ -75,7 +45,7 @@ func newPool(t *testing.T, size, limit int) *Pool {
 func memoryOf(t testing.TB, f *os.File) int64 {
 	t.Helper()
 	info, err := f.Stat()
-	must(t, err)
+	kit.Must(t, err)
 	return info.Sys().(*syscall.Stat_t).Blocks * 512
 }
 
@@ -109,7 +79,7 @@ func TestFilePoolUsesMemoryOfFile(t *testing.T) {
 	for i := range all {
 		got := make([]byte, 6)
 		_, err := p.File().ReadAt(got, int64(i)*fileSizeTest)
-		must(t, err)
+		kit.Must(t, err)
 		if want := fmt.Sprintf("data %d", i); string(got) != want {
 			t.Errorf("file at buffer %d: got %q, want %q", i, got, want)
 		}
@@ -124,7 +94,7 @@ func TestFilePoolUsesMemoryOfFile(t *testing.T) {
 	a := ArenaOf(all[0])
 	x := &attachment{}
 	_, err := a.Attached("owner", func() (Attachment, error) { return x, nil })
-	must(t, err)
+	kit.Must(t, err)
 	p.Put(all[2])
 	p.Close()
 	p.Put(all[0])
@@ -147,7 +117,8 @@ func TestIndexOfOtherMemory(t *testing.T) {
 	defer p.Close()
 	b := p.TryGet()
 	defer p.Put(b)
-	other := mustAlloc(t, fileSizeTest)
+	other, err := Alloc(fileSizeTest)
+	kit.Must(t, err)
 	defer Free(other)
 	for name, wrong := range map[string][]byte{"nil": nil, "the Go heap": make([]byte, 10), "Alloc": other,
 		"the middle of a buffer": b[4096:], "the second byte": b[1:], "empty end": b[len(b):]} {
@@ -171,7 +142,7 @@ func TestIndexOfOtherMemory(t *testing.T) {
 func TestTakeReturnsEarlierContent(t *testing.T) {
 	first := newPool(t, fileSizeTest, 4)
 	kept, err := unix.FcntlInt(first.File().Fd(), unix.F_DUPFD_CLOEXEC, 0)
-	must(t, err)
+	kit.Must(t, err)
 	f := os.NewFile(uintptr(kept), "kept")
 	defer f.Close()
 	b0, b1 := first.TryGet(), first.TryGet()
@@ -182,14 +153,14 @@ func TestTakeReturnsEarlierContent(t *testing.T) {
 	first.Close()
 
 	p, err := OpenFilePool(f, fileSizeTest, 4)
-	must(t, err)
+	kit.Must(t, err)
 	taken, err := p.Take(1)
-	must(t, err)
+	kit.Must(t, err)
 	if string(taken[:3]) != "one" || len(taken) != fileSizeTest || cap(taken) != fileSizeTest || ArenaOf(taken) == nil {
 		t.Errorf("buffer 1: got %q, want one in an arena", taken[:3])
 	}
 	hole, err := p.Take(3)
-	must(t, err)
+	kit.Must(t, err)
 	if !bytes.Equal(hole, make([]byte, fileSizeTest)) || memoryOf(t, f) != 3*fileSizeTest {
 		t.Error("buffer 3, which was not used: got data or no memory, want zeros")
 	}
@@ -236,19 +207,19 @@ func TestOpenFilePoolRefusesOtherFiles(t *testing.T) {
 	const size = 2 * fileSizeTest
 	made := func(size int64, seals int) *os.File {
 		fd, err := memfd.Create("test", size, seals)
-		must(t, err)
+		kit.Must(t, err)
 		return os.NewFile(uintptr(fd), "test")
 	}
 	regular, err := os.Create(t.TempDir() + "/file")
-	must(t, err)
-	must(t, regular.Truncate(size))
+	kit.Must(t, err)
+	kit.Must(t, regular.Truncate(size))
 	good := made(size, memfd.Sealed)
 	readOnly, err := os.Open(fmt.Sprintf("/proc/self/fd/%d", good.Fd()))
-	must(t, err)
+	kit.Must(t, err)
 	closed := made(size, memfd.Sealed)
 	closed.Close()
 	null, err := os.Open(os.DevNull)
-	must(t, err)
+	kit.Must(t, err)
 	cases := []struct {
 		name string
 		file *os.File
@@ -277,8 +248,8 @@ func TestOpenFilePoolRefusesOtherFiles(t *testing.T) {
 		}
 	}
 	p, err := OpenFilePool(good, fileSizeTest, 2)
-	must(t, err)
-	must(t, good.Close()) // the pool has its own descriptor
+	kit.Must(t, err)
+	kit.Must(t, good.Close()) // the pool has its own descriptor
 	p.Put(p.Get(nil))
 	p.Close()
 	if _, err := OpenFilePool(readOnly, 4095, 2); err == nil {
@@ -286,98 +257,29 @@ func TestOpenFilePoolRefusesOtherFiles(t *testing.T) {
 	}
 }
 
-// TestFilePoolWithoutMemory makes fallocate(2) fail: the descriptor is read only.
-func TestFilePoolWithoutMemory(t *testing.T) {
+// TestGetWaitsForMemory makes fallocate(2) fail: the descriptor is read only. Get retries until it
+// has memory.
+func TestGetWaitsForMemory(t *testing.T) {
 	p := newPool(t, fileSizeTest, 1)
 	readOnly, err := os.Open(fmt.Sprintf("/proc/self/fd/%d", p.File().Fd()))
-	must(t, err)
+	kit.Must(t, err)
 	defer readOnly.Close()
 	good := p.file.file
 	p.file.file = readOnly
 	if p.TryGet() != nil || p.Out() != 0 {
 		t.Fatal("TryGet without memory: got a buffer, want nil")
 	}
-	got := make(chan []byte)
+	got := make(chan []byte, 1)
 	go func() { got <- p.Get(nil) }()
-	select {
-	case <-got:
+	time.Sleep(2 * allocRetry) // a Get that does not retry returns now
+	if len(got) > 0 {
 		t.Error("Get returned without memory")
-	case <-time.After(2 * allocRetry):
 	}
 	p.state.Lock()
 	p.file.file = good
 	p.state.Unlock()
 	p.Put(<-got)
 	p.Close()
-}
-
-// writeUntilKilled fills buffers of the file in descriptor 3, again and again, and writes the
-// number of each to descriptor 4.
-func writeUntilKilled() error {
-	p, err := OpenFilePool(os.NewFile(3, "file"), fileSizeTest, fileLimitTest)
-	if err != nil {
-		return err
-	}
-	acks := os.NewFile(4, "acks")
-	var all [fileLimitTest][]byte
-	for range all {
-		b := p.Get(nil)
-		i, ok := p.Index(b)
-		if !ok || all[i] != nil {
-			return fmt.Errorf("buffer with number %d, %v", i, ok)
-		}
-		all[i] = b
-	}
-	for value := byte(1); value < 255; value++ {
-		for i, b := range all {
-			copy(b, bytes.Repeat([]byte{value}, len(b)))
-			if _, err := acks.Write([]byte{byte(i), value}); err != nil {
-				return err
-			}
-		}
-	}
-	return errors.New("not killed")
-}
-
-// TestFilePoolSurvivesKill kills a process that writes to buffers with SIGKILL.
-func TestFilePoolSurvivesKill(t *testing.T) {
-	for round := range 5 {
-		p := newPool(t, fileSizeTest, fileLimitTest)
-		r, w, err := os.Pipe()
-		must(t, err)
-		c := child("write", p.File(), w)
-		must(t, c.Start())
-		must(t, w.Close())
-		var last [fileLimitTest]byte
-		ack := make([]byte, 2)
-		for range 20 + 17*round {
-			_, err := io.ReadFull(r, ack)
-			must(t, err)
-		}
-		must(t, c.Process.Kill())
-		_ = c.Wait()
-		next, err := OpenFilePool(p.File(), fileSizeTest, fileLimitTest)
-		must(t, err)
-		last[ack[0]] = ack[1]
-		for { // what the child wrote before it was killed
-			if _, err := io.ReadFull(r, ack); err != nil {
-				break
-			}
-			last[ack[0]] = ack[1]
-		}
-		must(t, r.Close())
-		for i := range fileLimitTest {
-			b, err := next.Take(i)
-			must(t, err)
-			want := last[i]
-			if want != 0 && b[0] != want && b[0] != want+1 || b[len(b)-1] < want {
-				t.Errorf("buffer %d: got %d to %d, want %d or later", i, b[0], b[len(b)-1], want)
-			}
-			next.Put(b)
-		}
-		next.Close()
-		p.Close()
-	}
 }
 
 // useLockedMemory maps a file larger than a small host's memory with locked memory.
@@ -417,5 +319,7 @@ func useLockedMemory() error {
 // in use and gives no memory to the others.
 func TestFilePoolWithLockedMemory(t *testing.T) {
 	kit.NeedsRoot(t)
-	must(t, child("lock").Run())
+	c := exec.Command("/proc/self/exe")
+	c.Env, c.Stderr = append(os.Environ(), childEnv+"=1"), os.Stderr
+	kit.Must(t, c.Run())
 }
