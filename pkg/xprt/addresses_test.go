@@ -190,7 +190,7 @@ func (r *removes) start(t *testing.T) {
 func (r *removes) progress(t *testing.T) {
 	t.Helper()
 	want := r.done.Load() + 50
-	eventually(t, "progress of calls", func() bool { return r.done.Load() >= want || t.Failed() })
+	kit.Eventually(t, "progress of calls", func() bool { return r.done.Load() >= want || t.Failed() })
 }
 
 func (r *removes) end(t *testing.T) {
@@ -305,7 +305,7 @@ func TestReturnToPreferredAddress(t *testing.T) {
 	idle := func() { r.tr.lastCall.Store(r.tr.now() - int64(returnIdle) - 1) }
 	r.tr.cfg.Servers.worked(0)
 	paths[1].gate.Lock() // calls that take long
-	eventually(t, "pending calls", func() bool { return r.tr.Stats().InFlight == 8 })
+	kit.Eventually(t, "pending calls", func() bool { return r.tr.Stats().InFlight == 8 })
 	idle()
 	r.tr.checkConnection()
 	paths[1].gate.Unlock()
@@ -320,7 +320,7 @@ func TestReturnToPreferredAddress(t *testing.T) {
 	}
 	r.tr.cfg.Servers.worked(0)
 	idle()
-	eventually(t, "connection to the preferred address", func() bool {
+	kit.Eventually(t, "connection to the preferred address", func() bool {
 		return r.tr.Address() == paths[0].Addr() && r.tr.Stats().State == StateConnected
 	})
 	if s := r.tr.Stats(); s.Connects != 3 || s.LastError == "" {
@@ -338,21 +338,21 @@ func TestReturnToPreferredAddress(t *testing.T) {
 func TestReadyFollowsConnection(t *testing.T) {
 	cause := make(chan struct{})
 	r, paths := twoPaths(t, func(c *Config) { c.Provider = lateCause{c.Provider, func() { <-cause }} })
-	eventually(t, "connection", func() bool { return r.tr.Ready() })
+	kit.Eventually(t, "connection", func() bool { return r.tr.Ready() })
 	paths[1].Stop()
 	paths[0].Stop()
-	eventually(t, "loss of the connection", func() bool { return !r.tr.Ready() })
+	kit.Eventually(t, "loss of the connection", func() bool { return !r.tr.Ready() })
 	if state := r.tr.Stats().State; state != StateConnected {
 		t.Errorf("state before the cause of the loss is known: got %s, want %s", state, StateConnected)
 	}
 	close(cause)
-	eventually(t, "end of the connection", func() bool { return r.tr.Stats().State != StateConnected })
+	kit.Eventually(t, "end of the connection", func() bool { return r.tr.Stats().State != StateConnected })
 	if r.tr.Ready() {
 		t.Error("disconnected: got ready")
 	}
 	idle := dial(t, serve(t, svcrdma.Config{Handler: &service{}}),
 		func(c *Config) { c.IdleTimeout = 20 * time.Millisecond })
-	eventually(t, "idle state", func() bool { return idle.Stats().State == StateIdle })
+	kit.Eventually(t, "idle state", func() bool { return idle.Stats().State == StateIdle })
 	if !idle.Ready() {
 		t.Error("idle: got not ready")
 	}

@@ -16,6 +16,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A recordingProvider is a hookedProvider that records how a connection is made.
@@ -285,7 +286,7 @@ func TestKeepAliveCallsAreQuiet(t *testing.T) {
 	cn := connOf(t, tr)
 	for i := range calls {
 		tr.startPing(cn)
-		eventually(t, "reply to a keepalive call", func() bool {
+		kit.Eventually(t, "reply to a keepalive call", func() bool {
 			return tr.Stats().Recvs == uint64(i+2) && cn.pingsInFlight.Load() == 0
 		})
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestFenceTimeoutFollowsQueue checks the time that an interrupted call waits for its LOCAL_INVs: 1
@@ -98,7 +99,7 @@ func TestInterruptWaitsBehindData(t *testing.T) {
 		var r nfs3.ReadResult
 		interrupted <- c.Read(ctx, noCred, testFH(t), 0, make([]byte, 100000), &r)
 	}()
-	eventually(t, "call at the server", func() bool { return svc.calls.Load() == writes+1 })
+	kit.Eventually(t, "call at the server", func() bool { return svc.calls.Load() == writes+1 })
 	cancel()
 	released := time.AfterFunc(fenceMin+200*time.Millisecond, func() { close(held.release) })
 	if err := <-interrupted; !errors.Is(err, syscall.EINTR) {
@@ -128,7 +129,7 @@ func TestReplyWaitsForFence(t *testing.T) {
 		var r nfs3.ReadResult
 		ended <- nfs3.NewClient(tr, nfs3.Options{}).Read(testContext(t), noCred, testFH(t), 0, make([]byte, 100000), &r)
 	}()
-	eventually(t, "call that waits for its LOCAL_INVs", func() bool {
+	kit.Eventually(t, "call that waits for its LOCAL_INVs", func() bool {
 		calls := tr.Calls()
 		return len(calls) == 1 && calls[0].Waits == WaitInvalidate || len(ended) > 0
 	})
@@ -191,7 +192,7 @@ func TestInterruptWaitsForSend(t *testing.T) {
 		interrupted <- nfs3.NewClient(tr, nfs3.Options{}).Write(ctx, noCred, testFH(t), 0, fill(0, 30000),
 			nfs3.FileSync, &r)
 	}()
-	eventually(t, "call at the server", func() bool { return svc.calls.Load() == 1 })
+	kit.Eventually(t, "call at the server", func() bool { return svc.calls.Load() == 1 })
 	cancel()
 	released := time.AfterFunc(100*time.Millisecond, func() { close(held.release) })
 	if err := <-interrupted; !errors.Is(err, syscall.EINTR) {
@@ -226,7 +227,7 @@ func TestInterruptWaitsForDrain(t *testing.T) {
 		var r nfs3.ReadResult
 		interrupted <- nfs3.NewClient(tr, nfs3.Options{}).Read(ctx, noCred, testFH(t), 0, make([]byte, 100000), &r)
 	}()
-	eventually(t, "call at the server", func() bool { return svc.calls.Load() == 1 })
+	kit.Eventually(t, "call at the server", func() bool { return svc.calls.Load() == 1 })
 	connOf(t, tr).fail(io.EOF)
 	<-draining
 	cancel()
@@ -264,7 +265,7 @@ func TestInterruptKeepsCredit(t *testing.T) {
 			}
 		})
 	}
-	eventually(t, "calls at the server", func() bool { return calls.Load() == 1+credits })
+	kit.Eventually(t, "calls at the server", func() bool { return calls.Load() == 1+credits })
 	cancel()
 	wg.Wait()
 	if s := tr.Stats(); s.InFlight != credits || s.SlotsInUse != credits {
@@ -273,12 +274,12 @@ func TestInterruptKeepsCredit(t *testing.T) {
 	}
 	next := make(chan error, 1)
 	go func() { next <- tr.Call(testContext(t), echo(1, nil, 0)) }()
-	eventually(t, "call that waits for a credit", func() bool { return tr.Stats().Queued == 1 })
+	kit.Eventually(t, "call that waits for a credit", func() bool { return tr.Stats().Queued == 1 })
 	close(hold)
 	if err := <-next; err != nil {
 		t.Error(err)
 	}
-	eventually(t, "free slots and credits", func() bool {
+	kit.Eventually(t, "free slots and credits", func() bool {
 		s := tr.Stats()
 		return s.InFlight == 0 && s.SlotsInUse == 0
 	})

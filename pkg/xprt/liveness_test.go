@@ -13,17 +13,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
-
-// eventually waits until cond is true, and fails the test after 20 s.
-func eventually(t *testing.T, what string, cond func() bool) {
-	t.Helper()
-	for end := time.Now().Add(20 * time.Second); !cond(); time.Sleep(2 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("timeout: no %s", what)
-		}
-	}
-}
 
 // TestKeepAliveDropsSilentServer checks that the client drops the connection to a silent server
 // before the timeout of the calls, with and without a pending call. Calls must succeed when the
@@ -34,7 +25,7 @@ func TestKeepAliveDropsSilentServer(t *testing.T) {
 		tr := dial(t, serve(t, svcrdma.Config{Handler: svc}), func(c *Config) {
 			c.KeepAlive, c.Timeout, c.TraceEvents = 100*time.Millisecond, time.Hour, 256
 		})
-		eventually(t, "reply to a keepalive call", func() bool { return tr.Stats().Recvs > 1 })
+		kit.Eventually(t, "reply to a keepalive call", func() bool { return tr.Stats().Recvs > 1 })
 		if s := tr.Stats(); s.Connects != 1 || s.KeepAlives == 0 {
 			t.Fatalf("idle %v: got %d connects, %d keepalive calls; want 1 and some", idle, s.Connects, s.KeepAlives)
 		}
@@ -43,7 +34,7 @@ func TestKeepAliveDropsSilentServer(t *testing.T) {
 		if !idle {
 			go func() { ended <- tr.Call(testContext(t), echo(1, nil, 0)) }()
 		}
-		eventually(t, "second connection", func() bool { return tr.Stats().Connects > 1 })
+		kit.Eventually(t, "second connection", func() bool { return tr.Stats().Connects > 1 })
 		if s := tr.Stats(); !strings.Contains(s.LastError, "did not answer") || s.Timeouts != 0 {
 			t.Errorf("idle %v: got last error %q, %d timeouts; want a missing answer, 0 timeouts", idle, s.LastError,
 				s.Timeouts)
@@ -79,7 +70,7 @@ func TestKeepAliveKeepsBusyServer(t *testing.T) {
 	tr := dial(t, serve(t, svcrdma.Config{Handler: svc}), func(c *Config) { c.KeepAlive = 300 * time.Millisecond })
 	ended := make(chan error, 1)
 	go func() { ended <- tr.Call(testContext(t), echo(1, nil, 0)) }()
-	eventually(t, "fifth keepalive call", func() bool { return tr.Stats().KeepAlives >= 5 })
+	kit.Eventually(t, "fifth keepalive call", func() bool { return tr.Stats().KeepAlives >= 5 })
 	close(hold)
 	if err := <-ended; err != nil || tr.Stats().Connects != 1 {
 		t.Errorf("got %v, %d connects; want nil, 1", err, tr.Stats().Connects)
@@ -100,9 +91,9 @@ func TestIdleConnectionIsClosed(t *testing.T) {
 			}
 		} else { // the request of a call that was given up before it was sent
 			tr.window.wanted <- struct{}{}
-			eventually(t, "new connection", func() bool { return tr.Stats().Connects == uint64(round+1) })
+			kit.Eventually(t, "new connection", func() bool { return tr.Stats().Connects == uint64(round+1) })
 		}
-		eventually(t, "idle state", func() bool { return tr.Stats().State == StateIdle })
+		kit.Eventually(t, "idle state", func() bool { return tr.Stats().State == StateIdle })
 		if s := tr.Stats(); s.Connects != uint64(round+1) || s.LastError != "" {
 			t.Errorf("round %d: got %d connects, last error %q; want %d, none", round, s.Connects, s.LastError, round+1)
 		}
@@ -144,13 +135,13 @@ func TestCallsShowsWhatEachCallWaitsFor(t *testing.T) {
 		}
 		return n
 	}
-	eventually(t, "state with 2 calls at the server, 2 without a credit, 2 without a slot", func() bool {
+	kit.Eventually(t, "state with 2 calls at the server, 2 without a credit, 2 without a slot", func() bool {
 		n := count()
 		return n[WaitReply] == 2 && n[WaitCredit] == 2 && n[WaitSlot] == 2
 	})
 	cancel()
 	wg.Wait()
-	eventually(t, "state with 2 late replies", func() bool {
+	kit.Eventually(t, "state with 2 late replies", func() bool {
 		n := count()
 		return n[WaitLate] == 2 && len(n) == 1
 	})

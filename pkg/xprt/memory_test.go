@@ -13,6 +13,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestSlotsFitTheMRsOfTheDevice runs the calls that need most MRs in all slots of a device with few
@@ -62,7 +63,7 @@ func TestSlotsFitTheMRsOfTheDevice(t *testing.T) {
 				}
 			})
 		}
-		eventually(t, "calls at the server", func() bool {
+		kit.Eventually(t, "calls at the server", func() bool {
 			return arrived.Load() == int64(slots) || tr.Stats().FailedMarshal > 0
 		})
 		close(all)
@@ -138,7 +139,7 @@ func TestFailedUnmapEndsConnection(t *testing.T) {
 					drained.Load(), long.Load(), c.long)
 			}
 			const reason = "release memory: unregister MR 1: device or resource busy"
-			eventually(t, "next connection", func() bool { return tr.Stats().Connects == 2 })
+			kit.Eventually(t, "next connection", func() bool { return tr.Stats().Connects == 2 })
 			if s := tr.Stats(); s.LastError != reason {
 				t.Errorf("last error of the connection: got %q, want %q", s.LastError, reason)
 			}

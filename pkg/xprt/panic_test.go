@@ -10,6 +10,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A panicQP panics at one call of PostSend.
@@ -38,7 +39,7 @@ func TestPanicEndsConnection(t *testing.T) {
 			srv := &service{}
 			tr := dial(t, serve(t, svcrdma.Config{Handler: srv}), nil)
 			var cn *conn
-			eventually(t, "connection", func() bool { cn = tr.conn.Load(); return cn != nil })
+			kit.Eventually(t, "connection", func() bool { cn = tr.conn.Load(); return cn != nil })
 			tr.send.Lock()
 			qp := &panicQP{QP: cn.qp}
 			qp.left.Store(tt.post)
@@ -81,7 +82,7 @@ func TestPanicEndsConnection(t *testing.T) {
 			}
 			closed := make(chan struct{})
 			go func() { defer close(closed); tr.Close() }()
-			eventually(t, "end of Close", func() bool { return isClosed(closed) })
+			kit.Eventually(t, "end of Close", func() bool { return isClosed(closed) })
 		})
 	}
 }

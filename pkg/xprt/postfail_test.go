@@ -16,6 +16,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 var errPost = errors.New("post failed")
@@ -92,7 +93,7 @@ func (c *failedPost) run(t *testing.T) {
 		ended <- nfs3.NewClient(tr, nfs3.Options{}).Read(ctx, noCred, testFH(t), 3, buf, &r)
 	}()
 	if c.interrupt {
-		eventually(t, "call at the server", func() bool { return svc.calls.Load() == 1 })
+		kit.Eventually(t, "call at the server", func() bool { return svc.calls.Load() == 1 })
 		cancel()
 		if err := <-ended; !errors.Is(err, syscall.EINTR) {
 			t.Errorf("READ: got %v, want EINTR", err)
@@ -100,7 +101,7 @@ func (c *failedPost) run(t *testing.T) {
 	} else if err := <-ended; err != nil || !bytes.Equal(buf, fill(3, len(buf))) {
 		t.Errorf("READ: got %v, or wrong data", err)
 	}
-	eventually(t, "second connection", func() bool { return tr.Stats().Connects == 2 })
+	kit.Eventually(t, "second connection", func() bool { return tr.Stats().Connects == 2 })
 	c.checkStats(t, tr.Stats())
 	if got := failed.Load(); got != int64(c.requests) {
 		t.Errorf("requests in the failed chain: got %d, want %d", got, c.requests)
@@ -162,7 +163,7 @@ func TestFailedCompletionEndsConnection(t *testing.T) {
 				if err := c.Read(testContext(t), noCred, testFH(t), 0, make([]byte, 100000), &r); err != nil {
 					t.Error(err)
 				}
-				eventually(t, "second connection", func() bool { return tr.Stats().Connects == 2 })
+				kit.Eventually(t, "second connection", func() bool { return tr.Stats().Connects == 2 })
 				if s := tr.Stats(); s.Timeouts != 0 || !strings.Contains(s.LastError, status.String()) {
 					t.Errorf("got %d timeouts, last error %q; want 0, %v", s.Timeouts, s.LastError, status)
 				}
@@ -184,7 +185,7 @@ func TestUnusableDomainIsReplaced(t *testing.T) {
 		var r nfs3.ReadResult
 		ended <- nfs3.NewClient(tr, nfs3.Options{}).Read(testContext(t), noCred, testFH(t), 3, buf, &r)
 	}()
-	eventually(t, "call at the server", func() bool { return svc.calls.Load() == 1 })
+	kit.Eventually(t, "call at the server", func() bool { return svc.calls.Load() == 1 })
 	first := connOf(t, tr)
 	svc.delay.Store(0)
 	first.fail(io.EOF)

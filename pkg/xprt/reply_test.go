@@ -22,6 +22,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestGrantIsLimited checks the window after grants of a server: at least one call (RFC 8166
@@ -141,7 +142,7 @@ func TestFailedReceiveEndsConnection(t *testing.T) {
 	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
 		t.Errorf("Call: %v", err)
 	}
-	eventually(t, "second connection", func() bool { return tr.Stats().Connects == 2 })
+	kit.Eventually(t, "second connection", func() bool { return tr.Stats().Connects == 2 })
 	if s := tr.Stats(); !strings.Contains(s.LastError, errPost.Error()) {
 		t.Errorf("last error: got %q, want %v", s.LastError, errPost)
 	}

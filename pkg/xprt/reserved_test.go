@@ -17,6 +17,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A keeper is the context of one call that keeps the ID of the call.
@@ -136,7 +137,7 @@ func TestRepeatedCallHasSameXID(t *testing.T) {
 			first := dial(t, addr, func(c *Config) { c.Index = 7 })
 			returned := make(chan error, 1)
 			go func() { returned <- first.Call(former, c.m()) }()
-			eventually(t, "reply that is lost", func() bool { return replies.Load() == 1 })
+			kit.Eventually(t, "reply that is lost", func() bool { return replies.Load() == 1 })
 			first.Close()
 			if err := <-returned; !errors.Is(err, ErrClosed) {
 				t.Fatalf("first call: got %v, want ErrClosed", err)
@@ -178,9 +179,9 @@ func TestRepeatedCallsShareSlot(t *testing.T) {
 	errs := make(chan error, len(want))
 	for i, xid := range want {
 		go func() { errs <- tr.Repeat(testContext(t), create(), xid) }()
-		eventually(t, "call", func() bool { return len(tr.Calls()) == i+1 })
+		kit.Eventually(t, "call", func() bool { return len(tr.Calls()) == i+1 })
 	}
-	eventually(t, "call at the server", func() bool { return len(srv.xids()) == 1 })
+	kit.Eventually(t, "call at the server", func() bool { return len(srv.xids()) == 1 })
 	calls := tr.Calls()
 	if calls[0].XID != want[0] || calls[0].Slot != 1 || calls[1].XID != 0 || calls[1].Waits != WaitSlot {
 		t.Errorf("pending calls: got %+v; want the first in slot 1, and the second waiting for the slot", calls)
@@ -210,7 +211,7 @@ func TestReleaseReserved(t *testing.T) {
 	tr := dial(t, serve(t, svcrdma.Config{Handler: srv}), slots(idle, busy))
 	returned := make(chan error, 1)
 	go func() { returned <- tr.Repeat(testContext(t), create(), busy) }()
-	eventually(t, "call at the server", func() bool { return len(srv.xids()) == 1 })
+	kit.Eventually(t, "call at the server", func() bool { return len(srv.xids()) == 1 })
 	if s := tr.Stats(); len(tr.free) != 2 || s.SlotsInUse != 1 {
 		t.Errorf("before: got %d free slots, %d in use; want 2, 1", len(tr.free), s.SlotsInUse)
 	}
@@ -263,7 +264,7 @@ func TestInterruptedRepeatedCall(t *testing.T) {
 		ctx, cancel := context.WithCancel(context.Background())
 		returned := make(chan error, 1)
 		go func() { returned <- tr.Repeat(ctx, create(), xid) }()
-		eventually(t, "call at the server", func() bool { return len(srv.xids()) == 1 })
+		kit.Eventually(t, "call at the server", func() bool { return len(srv.xids()) == 1 })
 		cancel()
 		var interrupted *InterruptedError
 		if err := <-returned; !errors.As(err, &interrupted) {
@@ -276,7 +277,7 @@ func TestInterruptedRepeatedCall(t *testing.T) {
 			tr.ReleaseReserved()
 		}
 		close(srv.gate)
-		eventually(t, "late reply", func() bool { return tr.Stats().SlotsInUse == 0 })
+		kit.Eventually(t, "late reply", func() bool { return tr.Stats().SlotsInUse == 0 })
 		if !releaseFirst {
 			if n := len(tr.free); n != 3 {
 				t.Errorf("after the late reply: got %d free slots, want 3", n)
@@ -405,7 +406,7 @@ func TestWaitForReservedSlotEnds(t *testing.T) {
 			returned := make(chan error, 1)
 			m := create()
 			go func() { returned <- tr.Repeat(ctx, m, xid) }()
-			eventually(t, "waiting call", func() bool { return len(tr.Calls()) == 1 })
+			kit.Eventually(t, "waiting call", func() bool { return len(tr.Calls()) == 1 })
 			if got := tr.Calls()[0]; got.Waits != WaitSlot || got.Slot != -1 || got.Ctx != ctx {
 				t.Errorf("waiting call: got %+v, want one that waits for a slot", got)
 			}
@@ -501,7 +502,7 @@ func TestReleaseDuringCalls(t *testing.T) {
 		time.Sleep(time.Duration(round*50) * time.Microsecond)
 		tr.ReleaseReserved()
 		wg.Wait()
-		eventually(t, "4 free slots", func() bool { return len(tr.free) == 4 && tr.Stats().SlotsInUse == 0 })
+		kit.Eventually(t, "4 free slots", func() bool { return len(tr.free) == 4 && tr.Stats().SlotsInUse == 0 })
 		tr.Close()
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A boundedQueue is the send queue of a device. Requests stay in it, in order, until a completion
@@ -185,7 +186,7 @@ func TestFullSendQueueMakesCallsWait(t *testing.T) {
 			}
 		})
 	}
-	eventually(t, "call that waits for the send queue", func() bool { return tr.Stats().EmptySendCtx > 0 })
+	kit.Eventually(t, "call that waits for the send queue", func() bool { return tr.Stats().EmptySendCtx > 0 })
 	svc.delay.Store(0)
 	wg.Wait()
 	s := tr.Stats()
@@ -347,7 +348,7 @@ func TestReplyWaitsForSend(t *testing.T) {
 			ended <- nfs3.NewClient(tr, nfs3.Options{}).Write(testContext(t), noCred, testFH(t), 7, fill(7, n),
 				nfs3.FileSync, &r)
 		}()
-		eventually(t, "call that waits for its Send", func() bool {
+		kit.Eventually(t, "call that waits for its Send", func() bool {
 			calls := tr.Calls()
 			return len(calls) == 1 && calls[0].Waits == WaitSend || len(ended) > 0
 		})

@@ -13,6 +13,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A pinningDevice must pin memory before a FastReg can use it, as a device with memory windows.
@@ -74,7 +75,7 @@ func delayOneCall(t *testing.T, d *pinningDevice, p verbs.Provider) {
 		var r nfs3.ReadResult
 		ended <- nfs3.NewClient(tr, nfs3.Options{}).Read(testContext(t), noCred, testFH(t), 3, buf, &r)
 	}()
-	eventually(t, "failed attempt to pin memory", func() bool { return d.failures.Load() < pinFailures })
+	kit.Eventually(t, "failed attempt to pin memory", func() bool { return d.failures.Load() < pinFailures })
 	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
 		t.Errorf("call without memory to pin: %v", err)
 	}

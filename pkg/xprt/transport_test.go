@@ -14,6 +14,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestConfigDefaults checks the value of each field that is zero.
@@ -256,7 +257,7 @@ func TestStatsOfConnection(t *testing.T) {
 	ctx, cancel := context.WithCancel(testContext(t))
 	ended := make(chan error, 1)
 	go func() { ended <- tr.Call(ctx, echo(1, nil, 0)) }()
-	eventually(t, "call in flight", func() bool { s := tr.Stats(); return s.SlotsInUse == 1 && s.InFlight == 1 })
+	kit.Eventually(t, "call in flight", func() bool { s := tr.Stats(); return s.SlotsInUse == 1 && s.InFlight == 1 })
 	cancel()
 	<-ended
 	before := tr.Stats()

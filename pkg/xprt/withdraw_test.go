@@ -106,7 +106,7 @@ func newBusyLink(t *testing.T) *busyLink {
 // posted waits until n calls wait for their replies.
 func (b *busyLink) posted(n int) {
 	b.t.Helper()
-	eventually(b.t, "calls in the send queue", func() bool {
+	kit.Eventually(b.t, "calls in the send queue", func() bool {
 		waiting := 0
 		for _, c := range b.tr.Calls() {
 			if c.Waits == WaitReply {
@@ -186,7 +186,7 @@ func TestInterruptWithdrawsUnsentCall(t *testing.T) {
 				if err := b.tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
 					t.Errorf("next call: %v", err)
 				}
-				eventually(t, "free slots and credits", func() bool {
+				kit.Eventually(t, "free slots and credits", func() bool {
 					s := b.tr.Stats()
 					return s.InFlight == 0 && s.SlotsInUse == 0
 				})

@@ -22,6 +22,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestBackOff checks the longest pauses before attempts to connect, and with a random number that
@@ -220,7 +221,7 @@ func TestHistoryNamesLateCause(t *testing.T) {
 	ctx, cancel := context.WithCancel(testContext(t))
 	done := make(chan error)
 	go func() { done <- tr.Call(ctx, echo(1, nil, 0)) }()
-	eventually(t, "lost connection", func() bool { return len(tr.History()) > 1 })
+	kit.Eventually(t, "lost connection", func() bool { return len(tr.History()) > 1 })
 	if cause := tr.History()[1].Cause; cause != io.EOF.Error() {
 		t.Errorf("cause of the loss in the history: got %q, want %q", cause, io.EOF)
 	}
@@ -281,7 +282,7 @@ func TestReconnectPausesWithoutProgress(t *testing.T) {
 			}
 		}
 	}()
-	eventually(t, "pause after the second connection", func() bool {
+	kit.Eventually(t, "pause after the second connection", func() bool {
 		s := tr.Stats()
 		return s.Connects >= 2 && s.State == StateDisconnected
 	})

@@ -9,6 +9,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestPadOutlivesItsRegistration ends a connection with a write pad. The memory of the pad must be
@@ -22,7 +23,7 @@ func TestPadOutlivesItsRegistration(t *testing.T) {
 	}
 	connected := leakcheck.Count(leakcheck.Buffer)
 	tr.conn.Load().fail(errIdle)
-	eventually(t, "deregistration of the pad", func() bool { return buffers.Load() != 0 })
+	kit.Eventually(t, "deregistration of the pad", func() bool { return buffers.Load() != 0 })
 	if n := buffers.Load(); n < connected {
 		t.Errorf("buffers when the MR is destroyed: got %d, want at least %d", n, connected)
 	}

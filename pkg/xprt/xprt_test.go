@@ -507,7 +507,7 @@ func TestInterruptFencesAndReturns(t *testing.T) {
 		var r nfs3.ReadResult
 		returned <- c.Read(ctx, noCred, fh, 0, buf, &r)
 	}()
-	eventually(t, "call at the server", func() bool { return svc.calls.Load() == 1 })
+	kit.Eventually(t, "call at the server", func() bool { return svc.calls.Load() == 1 })
 	cancel()
 	if err := <-returned; !errors.Is(err, syscall.EINTR) || !errors.Is(err, context.Canceled) {
 		t.Fatalf("READ: got %v, want EINTR", err)
@@ -517,7 +517,7 @@ func TestInterruptFencesAndReturns(t *testing.T) {
 	}
 	svc.delay.Store(0)
 	// The RDMA Write of the server comes before its late reply, which returns the slot.
-	eventually(t, "late reply", func() bool { return tr.Stats().SlotsInUse == 0 })
+	kit.Eventually(t, "late reply", func() bool { return tr.Stats().SlotsInUse == 0 })
 	for i := range buf {
 		if buf[i] != 0xee {
 			t.Fatalf("byte %d was written after the call had returned", i)
@@ -547,7 +547,7 @@ func TestSoftMountTimesOut(t *testing.T) {
 		if !errors.As(err, &te) || !errors.Is(err, c.want) {
 			t.Errorf("Call with recovery mode %d: got %v, want %v", c.mode, err, c.want)
 		}
-		eventually(t, "second connection after a late call",
+		kit.Eventually(t, "second connection after a late call",
 			func() bool { s := tr.Stats(); return s.Timeouts > 0 && s.Connects > 1 })
 		tr.Close()
 	}
@@ -721,7 +721,7 @@ func TestCloseEndsWaitingCalls(t *testing.T) {
 	for range cap(errs) {
 		go func() { errs <- tr.Call(context.Background(), echo(1, nil, 0)) }()
 	}
-	eventually(t, "3 pending calls", func() bool { return len(tr.Calls()) == cap(errs) })
+	kit.Eventually(t, "3 pending calls", func() bool { return len(tr.Calls()) == cap(errs) })
 	tr.Close()
 	for range cap(errs) {
 		if err := <-errs; !errors.Is(err, ErrClosed) {
@@ -768,7 +768,7 @@ func TestDiscardedMessagesAreLoggedRarely(t *testing.T) {
 	for range calls {
 		wg.Go(func() { tr.Call(ctx, echo(1, nil, 0)) })
 	}
-	eventually(t, "discarded message for each call", func() bool { return tr.Stats().BadReply == calls })
+	kit.Eventually(t, "discarded message for each call", func() bool { return tr.Stats().BadReply == calls })
 	cancel()
 	wg.Wait()
 	tr.Close()
