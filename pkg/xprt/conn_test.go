@@ -223,41 +223,6 @@ func TestCauseOfLossIsAwaited(t *testing.T) {
 	}
 }
 
-// TestFailedWorkRequestIsLogged checks which completions are logged and end the connection.
-func TestFailedWorkRequestIsLogged(t *testing.T) {
-	for _, c := range []struct {
-		name       string
-		status     verbs.Status
-		other      bool // of another queue pair
-		none       bool // there is no connection
-		logs, ends bool
-	}{
-		{"success", verbs.StatusSuccess, false, false, false, false},
-		{"failure", verbs.StatusLocProtErr, false, false, true, true},
-		{"flush", verbs.StatusWRFlushErr, false, false, false, true},
-		{"failure of another connection", verbs.StatusLocProtErr, true, false, false, false},
-		{"failure without a connection", verbs.StatusLocProtErr, false, true, false, false},
-	} {
-		var log bytes.Buffer
-		tr := &Transport{log: hclog.New(&hclog.LoggerOptions{Output: &log}),
-			cfg: Config{Servers: NewAddresses(netip.AddrPort{})}}
-		cn := &conn{qp: &stepQP{}, ended: make(chan struct{})}
-		if !c.none {
-			tr.conn.Store(cn)
-		}
-		wc := &verbs.WorkCompletion{Status: c.status, QP: cn.qp}
-		if c.other {
-			wc.QP = &stepQP{}
-		}
-		tr.sendDone(wc)
-		if logged := strings.Contains(log.String(), "work request failed"); logged != c.logs ||
-			isClosed(cn.ended) != c.ends {
-			t.Errorf("%s: got logged %v, connection ended %v; want %v, %v", c.name, logged, isClosed(cn.ended), c.logs,
-				c.ends)
-		}
-	}
-}
-
 // TestFailedConnectIsCounted connects to a port that refuses connections.
 func TestFailedConnectIsCounted(t *testing.T) {
 	tr := unconnected(t, func(c *Config) {

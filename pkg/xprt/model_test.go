@@ -65,9 +65,6 @@ func TestModel(t *testing.T) {
 			}
 			t.Logf("%d states, %d runs, %d of them to the end, longest run %d events, %d paths were not repeated",
 				len(m.seen), m.runs, m.ends, m.longest, m.rare)
-			if m.rare*5 > len(m.seen) {
-				t.Errorf("%d paths were not repeated, but there are only %d states", m.rare, len(m.seen))
-			}
 			if m.ends == 0 || m.outcomes["nil nil"] == 0 || m.outcomes["interrupted interrupted"] == 0 {
 				t.Errorf("outcomes of the calls: %v; want that both succeed, and that both are interrupted", m.outcomes)
 			}
@@ -385,23 +382,7 @@ func (r *modelRun) reply(c *modelCall) {
 		return
 	}
 	delete(q.sent, c.msg.XID)
-	var inv verbs.RKey
-	for _, chunk := range call.Writes {
-		for _, seg := range chunk {
-			if mr := r.mrOf(seg); mr != nil && mr.valid {
-				fillXID(mr.segs, call.XID)
-				inv = mr.key
-			}
-		}
-	}
-	for _, read := range call.Reads {
-		if mr := r.mrOf(read.Segment); mr != nil && mr.valid {
-			inv = mr.key
-		}
-	}
-	if !r.remoteInv {
-		inv = 0
-	}
+	inv := r.dev.write(call)
 	q.receive(r.answer(call), inv)
 }
 
@@ -414,23 +395,6 @@ func (r *modelRun) answer(call *rpcrdma.Header) []byte {
 		msg = binary.BigEndian.AppendUint32(msg, word)
 	}
 	return msg
-}
-
-// fillXID writes the XID to each word of the memory, as a server whose data differs for each call.
-func fillXID(segs [][]byte, xid uint32) {
-	for _, seg := range segs {
-		for i := 0; i+4 <= len(seg); i += 4 {
-			binary.BigEndian.PutUint32(seg[i:], xid)
-		}
-	}
-}
-
-func (r *modelRun) mrOf(seg rpcrdma.Segment) *stepMR {
-	mr := r.dev.mrs[seg.Handle>>8]
-	if mr == nil || uint32(mr.key) != seg.Handle {
-		return nil
-	}
-	return mr
 }
 
 // check checks what must hold in every state.

@@ -30,11 +30,13 @@ type hookedProvider struct {
 	dev *hookedDevice
 }
 
+// A postHook is called before a chain of n requests is posted, in the order of the posts. After an
+// error, only the first keep requests are posted, and PostSend returns the error.
+type postHook func(first *verbs.WorkRequest, n int) (keep int, err error)
+
 // qpHooks are the changes to one queue pair.
 type qpHooks struct {
-	// post is called before a chain of n requests is posted, in the order of the posts. After an
-	// error, only the first keep requests are posted, and PostSend returns the error.
-	post func(first *verbs.WorkRequest, n int) (keep int, err error)
+	post postHook
 	// done is called instead of the handler of wr, which is next. at is the number of the request,
 	// counted from 0.
 	done func(wr *verbs.WorkRequest, at int, wc *verbs.WorkCompletion, next func(*verbs.WorkCompletion))

@@ -2,6 +2,7 @@ package xprt
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -26,14 +27,22 @@ type stepDevice struct {
 	yield     bool // a post first lets other goroutines run
 	withdraw  bool // takes chains back that are not executed
 	maxMR     int
+	attrs     func(*verbs.DeviceAttrs)
 	granted   chan struct{} // one value for each attempt to connect
+	refuse    postHook      // called before each post
+	server    *stepServer   // answers calls at once; nil if the test makes all events happen
 
 	mu        sync.Mutex // guards the fields below, the MRs and the queues
 	dialing   bool       // a connect waits for a value
+	readDepth uint16     // of the last connection
 	qps       []*stepQP
 	mrs       map[uint32]*stepMR
 	nextIndex uint32
 	faults    []string
+
+	// Protection domains and local MRs.
+	scarce                     bool // only resources can be allocated
+	resources, allocated, held int
 }
 
 // fault records a request that a real device would refuse. The caller holds mu.
@@ -70,11 +79,11 @@ func (m *stepMR) reaches(buf []byte) bool {
 	})
 }
 
-type stepLocalMR struct{}
+type stepLocalMR struct{ d *stepDevice }
 
 func (stepLocalMR) LKey() uint32     { return 1 }
 func (stepLocalMR) RKey() verbs.RKey { return 0 }
-func (stepLocalMR) Dereg() error     { return nil }
+func (m stepLocalMR) Dereg() error   { return m.d.release() }
 
 func (d *stepDevice) Name() string { return "step" }
 
@@ -84,6 +93,12 @@ func (d *stepDevice) Listen(context.Context, netip.AddrPort) (verbs.Listener, er
 
 // Resolve waits until the test permits a connection.
 func (d *stepDevice) Resolve(ctx context.Context, raddr netip.AddrPort) (verbs.ActiveID, error) {
+	if d.server != nil {
+		if err := d.server.dial(ctx, raddr); err != nil {
+			return nil, err
+		}
+		return &stepID{d: d, raddr: raddr}, nil
+	}
 	d.setDialing(true)
 	defer d.setDialing(false)
 	select {
@@ -107,10 +122,41 @@ func (d *stepDevice) Attrs() verbs.DeviceAttrs {
 	if d.remoteInv {
 		a.Caps |= verbs.CapRemoteInv
 	}
+	if d.attrs != nil {
+		d.attrs(&a)
+	}
 	return a
 }
 
-func (d *stepDevice) AllocPD() (verbs.PD, error)     { return stepPD{d}, nil }
+func (d *stepDevice) AllocPD() (verbs.PD, error) {
+	if err := d.hold(); err != nil {
+		return nil, err
+	}
+	return stepPD{d}, nil
+}
+
+// hold counts a resource that is allocated, unless the device has no more.
+func (d *stepDevice) hold() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.scarce {
+		if d.resources == 0 {
+			return errors.New("no resource is left")
+		}
+		d.resources--
+	}
+	d.allocated++
+	d.held++
+	return nil
+}
+
+func (d *stepDevice) release() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.held--
+	return nil
+}
+
 func (d *stepDevice) CreateCQ(int) (verbs.CQ, error) { return stepCQ{}, nil }
 
 type stepCQ struct{}
@@ -131,15 +177,20 @@ func (p stepPD) AllocMR(int) (verbs.MR, error) {
 	return m, nil
 }
 
-func (p stepPD) RegMR([]byte) (verbs.MR, error) { return stepLocalMR{}, nil }
+func (p stepPD) RegMR([]byte) (verbs.MR, error) {
+	if err := p.d.hold(); err != nil {
+		return nil, err
+	}
+	return stepLocalMR{p.d}, nil
+}
 
 func (p stepPD) Dealloc() error {
 	p.d.mu.Lock()
-	defer p.d.mu.Unlock()
 	if len(p.d.mrs) > 0 {
 		p.d.fault("the PD is released with %d MRs", len(p.d.mrs))
 	}
-	return nil
+	p.d.mu.Unlock()
+	return p.d.release()
 }
 
 type stepID struct {
@@ -148,13 +199,16 @@ type stepID struct {
 	qp    *stepQP
 }
 
-func (i *stepID) Device() verbs.Device                           { return i.d }
-func (i *stepID) LocalAddr() netip.AddrPort                      { return i.raddr }
-func (i *stepID) RemoteAddr() netip.AddrPort                     { return i.raddr }
-func (i *stepID) Connect(context.Context, verbs.ConnParam) error { return nil }
+func (i *stepID) Device() verbs.Device       { return i.d }
+func (i *stepID) LocalAddr() netip.AddrPort  { return i.raddr }
+func (i *stepID) RemoteAddr() netip.AddrPort { return i.raddr }
+func (i *stepID) Connect(_ context.Context, p verbs.ConnParam) error {
+	i.d.readDepth = p.ResponderResources
+	return nil
+}
 func (i *stepID) Peer() verbs.ConnParam {
-	return verbs.ConnParam{PrivateData: rpcrdma.Private{RemoteInv: i.d.remoteInv, SendSize: 4096,
-		RecvSize: 4096}.Append(nil)}
+	return verbs.ConnParam{PrivateData: rpcrdma.Private{RemoteInv: i.d.remoteInv, SendSize: MaxInlineBytes,
+		RecvSize: MaxInlineBytes}.Append(nil)}
 }
 
 func (i *stepID) CreateQP(_ verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) {
@@ -201,17 +255,33 @@ func (q *stepQP) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) 
 	if q.d.yield {
 		runtime.Gosched()
 	}
+	n := 0
+	for wr := first; wr != nil; wr = wr.Next {
+		n++
+	}
+	var refused error
+	if q.d.refuse != nil {
+		if keep, err := q.d.refuse(first, n); err != nil {
+			n, refused = keep, err
+		}
+	}
 	q.d.mu.Lock()
 	defer q.d.mu.Unlock()
 	if q.err {
 		return first, verbs.ErrQPState
 	}
 	for wr := first; wr != nil; wr = wr.Next {
+		if n--; n < 0 {
+			return wr, refused
+		}
 		if len(q.sq) == q.attr.MaxSendWR {
 			q.d.fault("the send queue overflows")
 			return wr, errors.New("the send queue is full")
 		}
 		q.sq = append(q.sq, stepRequest{WorkRequest: *wr, posted: wr})
+	}
+	if q.d.server != nil {
+		go q.d.server.serve(q)
 	}
 	return nil, nil
 }
@@ -276,9 +346,14 @@ func (q *stepQP) execute(n int) {
 				msg = append(msg, sge.Buf...)
 			}
 			h := &rpcrdma.Header{}
-			if _, err := h.Decode(msg); err != nil {
+			n, err := h.Decode(msg)
+			if err != nil {
 				q.d.fault("Send: %v", err)
 				break
+			}
+			if q.d.server != nil {
+				wr.OnWrite()
+				q.d.server.arrived = append(q.d.server.arrived, newStepCall(h, msg[n:]))
 			}
 			if q.sent == nil {
 				q.sent = make(map[uint32]*rpcrdma.Header)
@@ -335,10 +410,52 @@ func (q *stepQP) receive(msg []byte, inv verbs.RKey) {
 	wc := verbs.WorkCompletion{Opcode: verbs.OpRecv, ByteLen: uint32(n), QP: q}
 	if inv != 0 {
 		wc.WithInv, wc.InvalidatedRKey = true, inv
-		q.d.mrs[uint32(inv)>>8].valid = false
+		if mr := q.d.mrs[uint32(inv)>>8]; mr != nil {
+			mr.valid = false
+		}
 	}
 	q.d.mu.Unlock()
 	r.Done(&wc)
+}
+
+// write is what the server does with the chunks of a call: it writes the XID to the write chunks.
+// It returns the key that the server invalidates, or 0. The caller holds mu, or no goroutine runs.
+func (d *stepDevice) write(call *rpcrdma.Header) (inv verbs.RKey) {
+	for _, chunk := range append(call.Writes[:len(call.Writes):len(call.Writes)], call.Reply) {
+		for _, seg := range chunk {
+			if mr := d.mrOf(seg); mr != nil {
+				fillXID(mr.segs, call.XID)
+				inv = mr.key
+			}
+		}
+	}
+	for _, read := range call.Reads {
+		if mr := d.mrOf(read.Segment); mr != nil {
+			inv = mr.key
+		}
+	}
+	if !d.remoteInv {
+		return 0
+	}
+	return inv
+}
+
+// mrOf returns the MR that seg refers to, or nil if its key is not valid.
+func (d *stepDevice) mrOf(seg rpcrdma.Segment) *stepMR {
+	mr := d.mrs[seg.Handle>>8]
+	if mr == nil || uint32(mr.key) != seg.Handle || !mr.valid {
+		return nil
+	}
+	return mr
+}
+
+// fillXID writes the XID to each word of the memory, as a server whose data differs for each call.
+func fillXID(segs [][]byte, xid uint32) {
+	for _, seg := range segs {
+		for i := 0; i+4 <= len(seg); i += 4 {
+			binary.BigEndian.PutUint32(seg[i:], xid)
+		}
+	}
 }
 
 // fail moves the QP to the error state. With executed, the device has executed all requests.
@@ -369,6 +486,9 @@ func (q *stepQP) flushReceives() {
 }
 
 func (q *stepQP) Drain() {
+	if q.d.server != nil {
+		defer q.d.server.drain()()
+	}
 	q.fail(false)
 	for q.complete() {
 	}
