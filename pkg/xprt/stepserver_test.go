@@ -8,6 +8,7 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
@@ -189,6 +190,146 @@ func (q *stepQP) lose(cause error) {
 	if cause != nil {
 		q.attr.OnDisconnect(cause)
 	}
+}
+
+// A bubble is a connected transport whose server is a stepServer. Time stands still in it while a
+// goroutine can run.
+type bubble struct {
+	*stepServer
+	t     *testing.T
+	cfg   Config
+	dev   *stepDevice
+	tr    *Transport
+	ended observed
+}
+
+// inBubble calls f in a bubble, with a transport that has 4 slots and no timeouts but that of a
+// reply, 60 s. Its first call was answered, so the transport has credits.
+func inBubble(t *testing.T, change func(*Config, *stepServer), f func(t *testing.T, b *bubble)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		b := &bubble{stepServer: &stepServer{}, t: t}
+		b.dev = &stepDevice{server: b.stepServer, maxMR: 100, mrs: make(map[uint32]*stepMR)}
+		cfg := Config{Provider: b.dev, Addr: netip.MustParseAddrPort("192.0.2.1:20049"), Slots: MinSlots, KeepAlive: -1,
+			IdleTimeout: -1, ReconnectMin: 1, ReconnectMax: 1, Observe: b.ended.observe}
+		if change != nil {
+			change(&cfg, b.stepServer)
+		}
+		b.cfg = cfg
+		b.open()
+		defer func() {
+			b.tr.Close()
+			for _, f := range b.dev.faults {
+				t.Error(f)
+			}
+		}()
+		f(t, b)
+	})
+}
+
+// open makes the transport.
+func (b *bubble) open() {
+	b.t.Helper()
+	tr, err := New(b.cfg)
+	if err == nil {
+		b.tr = tr
+		err = tr.Connect(b.t.Context())
+	}
+	if err == nil {
+		err = tr.Call(b.t.Context(), echo(0, nil, 0))
+	}
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	b.ended.take(b.t)
+}
+
+// set changes fields of the server.
+func (b *bubble) set(change func(s *stepServer)) {
+	b.mu.Lock()
+	change(b.stepServer)
+	b.mu.Unlock()
+	b.resume()
+}
+
+// handleWith makes handle decide about the following calls.
+func (b *bubble) handleWith(handle func(c *stepCall) outcome) {
+	b.set(func(s *stepServer) { s.handle = handle })
+}
+
+// qp returns the queue pair of the newest connection.
+func (b *bubble) qp() *stepQP {
+	b.dev.mu.Lock()
+	defer b.dev.mu.Unlock()
+	return b.dev.qps[len(b.dev.qps)-1]
+}
+
+// resume executes and completes what was stalled or held.
+func (b *bubble) resume() {
+	b.serve(b.qp())
+	settle()
+}
+
+// A pending call runs in its own goroutine.
+type pending struct {
+	*sunrpc.Message
+	cancel context.CancelFunc
+	done   bool
+	err    error
+	took   time.Duration
+}
+
+// start starts a call and waits until it blocks or returns.
+func (b *bubble) start(m *sunrpc.Message) *pending {
+	return b.startWith(m, b.tr.Call)
+}
+
+// startWith is start with a function that makes the call.
+func (b *bubble) startWith(m *sunrpc.Message, call func(context.Context, *sunrpc.Message) error) *pending {
+	ctx, cancel := context.WithCancel(b.t.Context())
+	p := &pending{Message: m, cancel: cancel}
+	began := time.Now()
+	go func() {
+		err := call(ctx, m)
+		inOrder()
+		p.err, p.took, p.done = err, time.Since(began), true
+	}()
+	settle()
+	return p
+}
+
+// interrupt cancels the call and waits until it blocks again or has returned.
+func (p *pending) interrupt() {
+	p.cancel()
+	settle()
+}
+
+// mustSucceed makes a call that must succeed.
+func (b *bubble) mustSucceed(m *sunrpc.Message) {
+	b.t.Helper()
+	if err := b.tr.Call(b.t.Context(), m); err != nil {
+		b.t.Errorf("call: %v", err)
+	}
+}
+
+// progress makes as many calls as a connection needs to have made progress.
+func (b *bubble) progress() {
+	for range progressCalls {
+		b.mustSucceed(echo(1, nil, 0))
+	}
+}
+
+// sleep waits until the time has passed and all goroutines are blocked.
+func sleep(d time.Duration) {
+	inOrder()
+	time.Sleep(d)
+	synctest.Wait()
+}
+
+// settle waits until all goroutines are blocked.
+func settle() {
+	inOrder()
+	synctest.Wait()
 }
 
 var order sync.Mutex
