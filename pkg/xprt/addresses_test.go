@@ -332,32 +332,3 @@ func TestReturnToPreferredAddress(t *testing.T) {
 		t.Error("got a closed connection at the preferred address")
 	}
 }
-
-// TestReadyFollowsConnection checks Ready while a server is gone, also before the cause of the loss
-// is known, and while a connection is idle.
-func TestReadyFollowsConnection(t *testing.T) {
-	cause := make(chan struct{})
-	r, paths := twoPaths(t, func(c *Config) { c.Provider = lateCause{c.Provider, func() { <-cause }} })
-	kit.Eventually(t, "connection", func() bool { return r.tr.Ready() })
-	paths[1].Stop()
-	paths[0].Stop()
-	kit.Eventually(t, "loss of the connection", func() bool { return !r.tr.Ready() })
-	if state := r.tr.Stats().State; state != StateConnected {
-		t.Errorf("state before the cause of the loss is known: got %s, want %s", state, StateConnected)
-	}
-	close(cause)
-	kit.Eventually(t, "end of the connection", func() bool { return r.tr.Stats().State != StateConnected })
-	if r.tr.Ready() {
-		t.Error("disconnected: got ready")
-	}
-	idle := dial(t, serve(t, svcrdma.Config{Handler: &service{}}),
-		func(c *Config) { c.IdleTimeout = 20 * time.Millisecond })
-	kit.Eventually(t, "idle state", func() bool { return idle.Stats().State == StateIdle })
-	if !idle.Ready() {
-		t.Error("idle: got not ready")
-	}
-	if unconnected(t, nil).Ready() {
-		t.Error("before the first connection: got ready")
-	}
-	r.end(t)
-}

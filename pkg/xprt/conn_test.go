@@ -1,22 +1,14 @@
 package xprt
 
 import (
-	"bytes"
 	"context"
-	"errors"
 	"net/netip"
-	"strings"
 	"sync/atomic"
 	"testing"
-	"testing/synctest"
-	"time"
-
-	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
-	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A recordingProvider is a hookedProvider that records how a connection is made.
@@ -97,132 +89,6 @@ func TestQueuesFollowParams(t *testing.T) {
 	}
 }
 
-// A nudgedQP counts the requests, which must be empty RDMA Writes.
-type nudgedQP struct {
-	verbs.QP
-	t    *testing.T
-	n    atomic.Int64
-	fail error
-}
-
-func (q *nudgedQP) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
-	if first.Opcode != verbs.OpRDMAWrite || len(first.SGList) > 0 || first.Next != nil {
-		q.t.Errorf("nudge: got %+v, want one empty RDMA Write", first)
-	}
-	q.n.Add(1)
-	return nil, q.fail
-}
-
-// TestNudgesSlowDown checks the pauses between the nudges of a connection without a reply: they
-// double up to maxNudgePause. The reply, the end of the connection, and a full send queue end them.
-func TestNudgesSlowDown(t *testing.T) {
-	const first = 150 * time.Millisecond
-	start := func(t *testing.T, places int, fail error) (*Transport, *conn, *nudgedQP) {
-		tr := &Transport{cfg: Config{NudgeAfter: first}, log: hclog.NewNullLogger()}
-		qp := &nudgedQP{t: t, fail: fail}
-		cn := &conn{adapter: &adapter{t: tr}, qp: qp, ended: make(chan struct{})}
-		cn.sq.init(places, 1)
-		tr.conn.Store(cn)
-		cn.scheduleNudge(first)
-		return tr, cn, qp
-	}
-	stop := func(cn *conn) {
-		cn.nudge.Lock()
-		defer cn.nudge.Unlock()
-		cn.nudge.timer.Stop()
-	}
-	after := func(t *testing.T, qp *nudgedQP, pause time.Duration, want int64) {
-		t.Helper()
-		time.Sleep(pause)
-		synctest.Wait()
-		if n := qp.n.Load(); n != want {
-			t.Errorf("got %d nudges, want %d", n, want)
-		}
-	}
-	synctest.Test(t, func(t *testing.T) {
-		tr, cn, qp := start(t, 100, nil)
-		after(t, qp, first-1, 0)
-		after(t, qp, 1, 1)
-		after(t, qp, 2*first-1, 1)
-		after(t, qp, 1, 2)
-		after(t, qp, 4*first, 3)
-		after(t, qp, maxNudgePause-1, 3)
-		after(t, qp, 1, 4)
-		after(t, qp, maxNudgePause, 5)
-		if n := cn.sq.posted.Load(); n != 5 || cn.sq.taken.Load() != 5 || tr.stats.nudges.Load() != 5 {
-			t.Errorf("got %d requests, %d places, %d nudges; want 5", n, cn.sq.taken.Load(), tr.stats.nudges.Load())
-		}
-		cn.answered.Store(true)
-		after(t, qp, time.Minute, 5)
-	})
-	synctest.Test(t, func(t *testing.T) {
-		_, cn, qp := start(t, 100, nil)
-		after(t, qp, first, 1)
-		cn.fail(errIdle)
-		after(t, qp, 2*first, 2) // was scheduled before
-		after(t, qp, time.Minute, 2)
-	})
-	synctest.Test(t, func(t *testing.T) {
-		_, _, qp := start(t, 1, nil)
-		after(t, qp, first, 1)
-		after(t, qp, time.Minute, 1)
-	})
-	synctest.Test(t, func(t *testing.T) {
-		tr, _, qp := start(t, 100, nil)
-		tr.conn.Store(nil)
-		after(t, qp, time.Minute, 0)
-	})
-	synctest.Test(t, func(t *testing.T) {
-		_, cn, qp := start(t, 100, verbs.ErrQueueFull)
-		after(t, qp, time.Minute, 1)
-		if !isClosed(cn.ended) || !errors.Is(cn.err, verbs.ErrQueueFull) {
-			t.Errorf("failed post of a nudge: got connection error %v, want %v", cn.err, verbs.ErrQueueFull)
-		}
-		stop(cn)
-	})
-}
-
-// TestCauseOfLossIsAwaited checks for which errors the worker waits for the cause from the
-// provider, and for how long.
-func TestCauseOfLossIsAwaited(t *testing.T) {
-	flush := &completionFailure{"send", verbs.StatusWRFlushErr}
-	cause := errors.New("cable pulled")
-	for _, c := range []struct {
-		name    string
-		err     error
-		after   time.Duration // until the cause
-		closing bool
-		waits   time.Duration
-		want    error
-	}{
-		{"cause is known", flush, 0, false, 0, cause},
-		{"cause is late", flush, causeWait - 1, false, causeWait - 1, cause},
-		{"cause is too late", flush, time.Hour, false, causeWait, flush},
-		{"error is the cause", errIdle, time.Second, false, 0, errIdle},
-		{"transport is closed", flush, time.Hour, true, 0, flush},
-	} {
-		synctest.Test(t, func(t *testing.T) {
-			cn := &conn{ended: make(chan struct{}), causeSet: make(chan struct{})}
-			closing := make(chan struct{})
-			if c.closing {
-				close(closing)
-			}
-			cn.fail(c.err)
-			if c.after == 0 {
-				cn.disconnected(cause)
-			} else {
-				timer := time.AfterFunc(c.after, func() { cn.disconnected(cause) })
-				defer timer.Stop()
-			}
-			began := time.Now()
-			cn.waitCause(closing)
-			if took := time.Since(began); took != c.waits || cn.err != c.want {
-				t.Errorf("%s: got %v after %v, want %v after %v", c.name, cn.err, took, c.want, c.waits)
-			}
-		})
-	}
-}
-
 // TestFailedConnectIsCounted connects to a port that refuses connections.
 func TestFailedConnectIsCounted(t *testing.T) {
 	tr := unconnected(t, func(c *Config) {
@@ -235,28 +101,5 @@ func TestFailedConnectIsCounted(t *testing.T) {
 	if s.ConnectFailures != 1 || s.Connects != 0 || s.State != StateDisconnected || s.LastError == "" ||
 		s.ConnectTime <= 0 || tr.adapter != nil {
 		t.Errorf("got %+v, want one failure and no device", s)
-	}
-}
-
-// TestKeepAliveCallsAreQuiet answers keepalive calls. Nothing may be logged about them.
-func TestKeepAliveCallsAreQuiet(t *testing.T) {
-	const calls = 3
-	var log bytes.Buffer
-	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}}), func(c *Config) {
-		c.Logger = hclog.New(&hclog.LoggerOptions{Output: &log, Level: hclog.Debug})
-	})
-	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil { // wait for the connection
-		t.Fatal(err)
-	}
-	cn := connOf(t, tr)
-	for i := range calls {
-		tr.startPing(cn)
-		kit.Eventually(t, "reply to a keepalive call", func() bool {
-			return tr.Stats().Recvs == uint64(i+2) && cn.pingsInFlight.Load() == 0
-		})
-	}
-	tr.Close()
-	if n := strings.Count(log.String(), "keepalive call failed"); n > 0 || tr.Stats().KeepAlives != calls {
-		t.Errorf("got %d keepalive calls, %d failed; want %d, 0", tr.Stats().KeepAlives, n, calls)
 	}
 }
