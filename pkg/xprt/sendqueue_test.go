@@ -332,45 +332,6 @@ func TestLargestCallFitsSendQueue(t *testing.T) {
 	}
 }
 
-// TestReplyWaitsForSend sends data from the memory of the caller. The call must not return before
-// the Send has completed, even if the reply has arrived (docs/features.md S8,
-// reply_waits_for_send).
-func TestReplyWaitsForSend(t *testing.T) {
-	addr := serve(t, svcrdma.Config{Handler: &service{}, RemoteInv: true, InlineBytes: 65536})
-	for _, n := range []int{4097, 5000, 30001, 60000} {
-		held := &heldCompletions{op: verbs.OpSend, release: make(chan struct{})}
-		tr := dial(t, addr, func(c *Config) {
-			c.Provider, c.InlineBytes = hooked(&hookedProvider{open: held.hooks}), 65536
-		})
-		ended := make(chan error, 1)
-		go func() {
-			var r nfs3.WriteResult
-			ended <- nfs3.NewClient(tr, nfs3.Options{}).Write(testContext(t), noCred, testFH(t), 7, fill(7, n),
-				nfs3.FileSync, &r)
-		}()
-		kit.Eventually(t, "call that waits for its Send", func() bool {
-			calls := tr.Calls()
-			return len(calls) == 1 && calls[0].Waits == WaitSend || len(ended) > 0
-		})
-		if len(ended) > 0 {
-			t.Errorf("WRITE of %d bytes: the call returned before its Send completed", n)
-		}
-		close(held.release)
-		if err := <-ended; err != nil {
-			t.Error(err)
-		}
-		held.late.Wait()
-		s := tr.Stats()
-		if s.PullupCopyBytes != 0 || s.ReadChunks != 0 {
-			t.Errorf("WRITE of %d bytes: data was copied or sent as a chunk, want a gathering Send", n)
-		}
-		if s.SendCompletions != 1 || s.ReplyWaitsForSend != 1 {
-			t.Errorf("WRITE of %d bytes: got %d Send completions, %d replies that waited for one; want 1, 1", n,
-				s.SendCompletions, s.ReplyWaitsForSend)
-		}
-	}
-}
-
 // TestSendQueueCountsPlaces takes, returns and retires places one after the other.
 func TestSendQueueCountsPlaces(t *testing.T) {
 	var q sendQueue

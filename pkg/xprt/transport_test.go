@@ -2,18 +2,14 @@ package xprt
 
 import (
 	"context"
-	"errors"
 	"net/netip"
 	"reflect"
-	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
@@ -93,141 +89,6 @@ func TestMalformedMessagesAreRefused(t *testing.T) {
 	check("data that is not aligned", &sunrpc.Message{Args: args, ArgDataPos: 6}, false)
 	check("no results", &sunrpc.Message{MaxResult: 0}, true)
 	check("negative results", &sunrpc.Message{MaxResult: -1}, false)
-}
-
-// TestStateNamesLastChange checks the state, the time when it began, and the last error.
-func TestStateNamesLastChange(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		tr := unconnected(t, nil)
-		began := time.Now()
-		first := errors.New("first")
-		for _, c := range []struct {
-			state string
-			err   error
-			since time.Duration
-			last  string
-		}{
-			{StateDisconnected, nil, 0, ""},
-			{StateConnecting, nil, 2, ""},
-			{StateDisconnected, first, 3, "first"},
-			{StateDisconnected, nil, 3, "first"},
-			{StateConnecting, nil, 5, "first"},
-		} {
-			time.Sleep(time.Nanosecond)
-			tr.setState(c.state, c.err)
-			s := tr.Stats()
-			if s.State != c.state || s.Since.Sub(began) != c.since || s.LastError != c.last {
-				t.Errorf("got %s since %d, last error %q; want %s since %d, %q", s.State, s.Since.Sub(began),
-					s.LastError, c.state, c.since, c.last)
-			}
-			for state, n := range s.Connections {
-				if (n == 1) != (state == c.state) || n > 1 {
-					t.Errorf("connections in state %s: got %d in state %s", state, n, c.state)
-				}
-			}
-		}
-	})
-}
-
-// TestConnectAfterCloseFails connects after Close, which must leave nothing behind.
-func TestConnectAfterCloseFails(t *testing.T) {
-	addr := serve(t, svcrdma.Config{Handler: &service{}})
-	tr := dial(t, addr, nil)
-	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
-		t.Fatal(err)
-	}
-	tr.Close()
-	if err := tr.Connect(testContext(t)); !errors.Is(err, ErrClosed) {
-		t.Errorf("Connect after Close: got %v, want %v", err, ErrClosed)
-	}
-	if tr.conn.Load() != nil || tr.adapter != nil || tr.Stats().State != StateClosed {
-		t.Errorf("after Connect and Close: got a connection or a device, state %s", tr.Stats().State)
-	}
-	if err := tr.Close(); err != nil {
-		t.Errorf("second Close: %v", err)
-	}
-	tr = unconnected(t, func(c *Config) { c.Addr = addr })
-	tr.Close()
-	if err := tr.Connect(testContext(t)); !errors.Is(err, ErrClosed) || tr.status.running {
-		t.Errorf("first Connect after Close: got %v, worker runs %v; want %v, false", err, tr.status.running, ErrClosed)
-	}
-}
-
-// TestOutcomeOfPostedCall checks what awaitReply returns for each state, and the state after it. A
-// lost call waits again.
-func TestOutcomeOfPostedCall(t *testing.T) {
-	for _, c := range []struct{ before, got, after slotState }{
-		{slotDone, slotDone, slotDone},
-		{slotLost, slotLost, slotWaiting},
-	} {
-		s := &slot{state: c.before, wake: make(chan struct{}, 1)}
-		s.wakeCaller()
-		if got := (&Transport{}).awaitReply(t.Context(), s, new(Ended)); got != c.got || s.state != c.after {
-			t.Errorf("state %d: got outcome %d, state %d; want %d, %d", c.before, got, s.state, c.got, c.after)
-		}
-	}
-}
-
-// TestSoftErrorNamesLastError checks the error of a call that exceeded the timeout of a soft mount.
-func TestSoftErrorNamesLastError(t *testing.T) {
-	tr := unconnected(t, func(c *Config) { c.Recovery = Soft })
-	var e *TimeoutError
-	if err := tr.softError(time.Now()); !errors.As(err, &e) || e.Last != "" {
-		t.Errorf("without a lost connection: got %v", err)
-	}
-	tr.setState(StateDisconnected, errors.New("refused"))
-	if err := tr.softError(time.Now()); !errors.As(err, &e) || e.Last != "refused" {
-		t.Errorf("after a failed connection: got %v, want its error", err)
-	}
-}
-
-// TestCallThatEndsTakesNoCredit checks why a call does not get a credit: it expired, its caller
-// gave up, or the transport is closed, also if a credit is free.
-func TestCallThatEndsTakesNoCredit(t *testing.T) {
-	canceled, cancel := context.WithCancel(t.Context())
-	cancel()
-	for _, c := range []struct {
-		name            string
-		ctx             context.Context
-		expired, closed bool
-		want            string // in the error
-	}{
-		{"none", t.Context(), false, false, ""},
-		{"expired", t.Context(), true, false, "did not answer"},
-		{"canceled", canceled, false, false, "interrupted"},
-		{"closed", t.Context(), false, true, "closed"},
-	} {
-		for _, credits := range []int{0, 1} {
-			if c.want == "" && credits == 0 {
-				continue // waits
-			}
-			tr := &Transport{closing: make(chan struct{}), cfg: Config{Servers: NewAddresses(netip.AddrPort{})}}
-			tr.window.reset(credits, false)
-			if c.closed {
-				close(tr.closing)
-			}
-			s := &slot{wake: make(chan struct{}, 1)}
-			s.expired.Store(c.expired)
-			err := tr.waitCredit(c.ctx, s)
-			if c.want == "" && err != nil || c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want)) {
-				t.Errorf("%s, %d credits: got %v, want %q", c.name, credits, err, c.want)
-			}
-		}
-	}
-}
-
-// TestCountersOfQueuePairsAdd checks the sums over several queue pairs.
-func TestCountersOfQueuePairsAdd(t *testing.T) {
-	var q qpTotals
-	for range 3 {
-		q.add(verbs.QPStats{RemoteAccessErrors: 1, PostedChains: 10, SendCompletions: 100})
-	}
-	if want := (qpTotals{accessErrs: 3, posts: 30, completions: 300}); q != want {
-		t.Errorf("got %+v, want %+v", q, want)
-	}
-	if gauge(-1) != 0 || gauge(7) != 7 {
-		t.Errorf("gauges of -1 and 7: got %d, %d; want 0, 7", gauge(-1), gauge(7))
-	}
 }
 
 // TestStatsOfConnection checks the fields that follow the connection and its calls.

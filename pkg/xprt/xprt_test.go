@@ -14,7 +14,6 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"testing"
 	"time"
 
@@ -488,50 +487,6 @@ func TestCallsSurviveDisconnects(t *testing.T) {
 	}
 }
 
-func TestInterruptFencesAndReturns(t *testing.T) {
-	svc := &service{}
-	tr := dial(t, serve(t, svcrdma.Config{Handler: svc, RemoteInv: true}), nil)
-	c, fh := nfs3.NewClient(tr, nfs3.Options{}), testFH(t)
-	warm := make([]byte, 4096)
-	var r nfs3.ReadResult
-	if err := c.Read(testContext(t), noCred, fh, 0, warm, &r); err != nil {
-		t.Fatal(err)
-	}
-	svc.delay.Store(int64(300 * time.Millisecond))
-	svc.calls.Store(0)
-	ctx, cancel := context.WithCancel(context.Background())
-	defer cancel()
-	buf := make([]byte, 100000)
-	returned := make(chan error, 1)
-	go func() {
-		var r nfs3.ReadResult
-		returned <- c.Read(ctx, noCred, fh, 0, buf, &r)
-	}()
-	kit.Eventually(t, "call at the server", func() bool { return svc.calls.Load() == 1 })
-	cancel()
-	if err := <-returned; !errors.Is(err, syscall.EINTR) || !errors.Is(err, context.Canceled) {
-		t.Fatalf("READ: got %v, want EINTR", err)
-	}
-	for i := range buf {
-		buf[i] = 0xee // the buffer belongs to the caller again
-	}
-	svc.delay.Store(0)
-	// The RDMA Write of the server comes before its late reply, which returns the slot.
-	kit.Eventually(t, "late reply", func() bool { return tr.Stats().SlotsInUse == 0 })
-	for i := range buf {
-		if buf[i] != 0xee {
-			t.Fatalf("byte %d was written after the call had returned", i)
-		}
-	}
-	other := make([]byte, 50000)
-	if err := c.Read(testContext(t), noCred, fh, 9, other, &r); err != nil || !bytes.Equal(other, fill(9, len(other))) {
-		t.Fatalf("next READ: got %v, or wrong data", err)
-	}
-	if s := tr.Stats(); s.Interrupted != 1 || s.SlotsInUse != 0 {
-		t.Errorf("got %d interrupted calls, %d slots in use; want 1, 0", s.Interrupted, s.SlotsInUse)
-	}
-}
-
 func TestInvalidReplies(t *testing.T) {
 	type header = rpcrdma.Header
 	cases := []struct {
@@ -598,61 +553,6 @@ func isMalformed(err error) bool { return errors.Is(err, nfs3.ErrMalformed) }
 func isProtocol(err error) bool { var e *ProtocolError; return errors.As(err, &e) }
 func isServer(err error) bool   { var e *ServerError; return errors.As(err, &e) }
 func isTimeout(err error) bool  { var e *TimeoutError; return errors.As(err, &e) }
-
-func TestCreditsLimitCallsInFlight(t *testing.T) {
-	var now, most atomic.Int64
-	h := svcrdma.HandlerFunc(func(ctx context.Context, peer netip.AddrPort, call, reply []byte) ([]byte, error) {
-		n := now.Add(1)
-		defer now.Add(-1)
-		for {
-			m := most.Load()
-			if n <= m || most.CompareAndSwap(m, n) {
-				break
-			}
-		}
-		time.Sleep(2 * time.Millisecond)
-		return (&service{}).ServeRPC(ctx, peer, call, reply)
-	})
-	tr := dial(t, serve(t, svcrdma.Config{Handler: h, Credits: 4}), nil)
-	ctx := testContext(t)
-	var wg sync.WaitGroup
-	for range 40 {
-		wg.Go(func() {
-			for range 5 {
-				if err := tr.Call(ctx, echo(1, fill(0, 8), 8)); err != nil {
-					t.Error(err)
-				}
-			}
-		})
-	}
-	wg.Wait()
-	if m := most.Load(); m > 4 || m < 2 {
-		t.Errorf("calls in flight with 4 credits: got %d, want 2 to 4", m)
-	}
-	if s := tr.Stats(); s.Credits != 4 {
-		t.Errorf("credits: got %d, want 4", s.Credits)
-	}
-}
-
-func TestCloseEndsWaitingCalls(t *testing.T) {
-	svc := &service{}
-	tr := dial(t, serve(t, svcrdma.Config{Handler: svc}), nil)
-	svc.delay.Store(int64(time.Hour))
-	errs := make(chan error, 3)
-	for range cap(errs) {
-		go func() { errs <- tr.Call(context.Background(), echo(1, nil, 0)) }()
-	}
-	kit.Eventually(t, "3 pending calls", func() bool { return len(tr.Calls()) == cap(errs) })
-	tr.Close()
-	for range cap(errs) {
-		if err := <-errs; !errors.Is(err, ErrClosed) {
-			t.Errorf("Call: got %v, want ErrClosed", err)
-		}
-	}
-	if err := tr.Call(context.Background(), echo(1, nil, 0)); !errors.Is(err, ErrClosed) {
-		t.Errorf("Call after Close: got %v, want ErrClosed", err)
-	}
-}
 
 func TestNewRejectsInvalidConfig(t *testing.T) {
 	for _, c := range []Config{{Slots: 3}, {Slots: MaxSlots + 1}, {InlineBytes: 1000}, {InlineBytes: 512},
