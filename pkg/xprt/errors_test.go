@@ -41,21 +41,3 @@ func TestErrorsNameTheirCause(t *testing.T) {
 		}
 	}
 }
-
-// TestFollowsLoss checks which errors are only a consequence of a lost connection.
-func TestFollowsLoss(t *testing.T) {
-	for _, c := range []struct {
-		err  error
-		want bool
-	}{
-		{&completionFailure{"send", verbs.StatusWRFlushErr}, true},
-		{&completionFailure{"send", verbs.StatusRetryExcErr}, false},
-		{&postError{"RPC", verbs.ErrQPState}, true},
-		{&postError{"RPC", verbs.ErrQueueFull}, false},
-		{io.EOF, false},
-	} {
-		if got := followsLoss(c.err); got != c.want {
-			t.Errorf("%v: got %v, want %v", c.err, got, c.want)
-		}
-	}
-}

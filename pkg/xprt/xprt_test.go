@@ -5,7 +5,6 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"io"
 	"net/netip"
@@ -16,8 +15,6 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
-
-	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
@@ -487,73 +484,6 @@ func TestCallsSurviveDisconnects(t *testing.T) {
 	}
 }
 
-func TestInvalidReplies(t *testing.T) {
-	type header = rpcrdma.Header
-	cases := []struct {
-		name   string
-		change func(*header)
-		want   func(error) bool
-	}{
-		{"write chunk longer than offered", func(h *header) { h.Writes[0][0].Length++ }, isProtocol},
-		{"write chunk of another key", func(h *header) { h.Writes[0][0].Handle++ }, isProtocol},
-		{"two write chunks", func(h *header) { h.Writes = append(h.Writes, h.Writes[0]) }, isProtocol},
-		{"no write chunk", func(h *header) { h.Writes = nil }, isProtocol},
-		{"empty write chunk", func(h *header) { h.Writes[0][0].Length = 0 }, isMalformed},
-		{"read list in a reply", func(h *header) { h.Reads = []rpcrdma.ReadSegment{{Position: 4}} }, isProtocol},
-		{"reply chunk that was not offered", addReplyChunk, isProtocol},
-		{"long reply without a reply chunk", func(h *header) { h.Proc = rpcrdma.ProcNoMsg }, isProtocol},
-		{"ERR_CHUNK", func(h *header) { h.Proc, h.Err = rpcrdma.ProcError, rpcrdma.ErrChunk }, isServer},
-		{"ERR_VERS", errVers, isServer},
-		{"unknown XID", func(h *header) { h.XID ^= 1 << 30 }, isTimeout},
-		{"unknown slot", func(h *header) { h.XID |= 127 }, isTimeout},
-		{"wrong version", func(h *header) { h.Vers = 9 }, isTimeout},
-	}
-	for _, c := range cases {
-		t.Run(c.name, func(t *testing.T) {
-			var invalid atomic.Bool
-			hooks := svcrdma.Hooks{Reply: func(h *rpcrdma.Header) svcrdma.Verdict {
-				if invalid.Load() {
-					c.change(h)
-				}
-				return svcrdma.Send
-			}}
-			tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, Hooks: hooks}), func(cfg *Config) {
-				cfg.Recovery, cfg.Timeout = SoftErr, 300*time.Millisecond
-			})
-			cl, fh := nfs3.NewClient(tr, nfs3.Options{}), testFH(t)
-			buf := make([]byte, 60000)
-			var r nfs3.ReadResult
-			invalid.Store(true)
-			if err := cl.Read(testContext(t), noCred, fh, 0, buf, &r); !c.want(err) {
-				t.Errorf("READ: got %v, want another error", err)
-			}
-			invalid.Store(false)
-			if n := tr.Stats().BadReply; (n != 0) != (c.want(&ProtocolError{}) || c.want(&ServerError{})) &&
-				c.name != "wrong version" {
-				t.Errorf("bad replies: got %d", n)
-			}
-			if err := cl.Read(testContext(t), noCred, fh, 1, buf, &r); err != nil ||
-				!bytes.Equal(buf, fill(1, len(buf))) {
-				t.Errorf("next READ: got %v, or wrong data", err)
-			}
-		})
-	}
-}
-
-func addReplyChunk(h *rpcrdma.Header) {
-	h.HasReply, h.Reply = true, rpcrdma.Chunk{{Handle: 1, Length: 5}}
-}
-
-func errVers(h *rpcrdma.Header) {
-	h.Proc, h.Err, h.Low, h.High = rpcrdma.ProcError, rpcrdma.ErrVers, 2, 3
-}
-
-func isMalformed(err error) bool { return errors.Is(err, nfs3.ErrMalformed) }
-
-func isProtocol(err error) bool { var e *ProtocolError; return errors.As(err, &e) }
-func isServer(err error) bool   { var e *ServerError; return errors.As(err, &e) }
-func isTimeout(err error) bool  { var e *TimeoutError; return errors.As(err, &e) }
-
 func TestNewRejectsInvalidConfig(t *testing.T) {
 	for _, c := range []Config{{Slots: 3}, {Slots: MaxSlots + 1}, {InlineBytes: 1000}, {InlineBytes: 512},
 		{InlineBytes: MaxInlineBytes + 1024}} {
@@ -563,37 +493,5 @@ func TestNewRejectsInvalidConfig(t *testing.T) {
 	}
 	if n := leakcheck.Count(leakcheck.Slot); n != 0 {
 		t.Errorf("slots after rejected configurations: got %d, want 0", n)
-	}
-}
-
-// TestDiscardedMessagesAreLoggedRarely has a server answer many calls with invalid messages.
-func TestDiscardedMessagesAreLoggedRarely(t *testing.T) {
-	const calls = 20
-	var replies atomic.Int64
-	hooks := svcrdma.Hooks{Reply: func(h *rpcrdma.Header) svcrdma.Verdict {
-		if replies.Add(1) > 1 { // the first reply grants the credits
-			h.Vers = 9
-		}
-		return svcrdma.Send
-	}}
-	var log bytes.Buffer
-	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, Hooks: hooks}), func(cfg *Config) {
-		cfg.Logger = hclog.New(&hclog.LoggerOptions{Output: &log, Level: hclog.Warn, Mutex: &sync.Mutex{}})
-	})
-	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
-		t.Fatal(err)
-	}
-	began := time.Now()
-	ctx, cancel := context.WithCancel(testContext(t))
-	var wg sync.WaitGroup
-	for range calls {
-		wg.Go(func() { tr.Call(ctx, echo(1, nil, 0)) })
-	}
-	kit.Eventually(t, "discarded message for each call", func() bool { return tr.Stats().BadReply == calls })
-	cancel()
-	wg.Wait()
-	tr.Close()
-	if n, most := strings.Count(log.String(), "discarded"), 1+int(time.Since(began)/discardPause); n == 0 || n > most {
-		t.Errorf("log lines: got %d, want 1 to %d", n, most)
 	}
 }
