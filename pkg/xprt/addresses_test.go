@@ -2,19 +2,13 @@ package xprt
 
 import (
 	"context"
-	"encoding/binary"
 	"fmt"
+	"io"
 	"net/netip"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
-
-	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
-	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
-	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestChooseAddress checks the order of the addresses and the timeout of attempts, while addresses
@@ -81,254 +75,130 @@ func TestChooseAddress(t *testing.T) {
 	})
 }
 
-// TestAvoidedTimesDiffer checks that clients that noticed a failure at the same moment return to
-// the address at different times, at most half of the time later.
-func TestAvoidedTimesDiffer(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		var early, late int
-		for range 1000 {
-			a := NewAddresses(make([]netip.AddrPort, 2)...)
-			a.failed(0)
-			switch avoid := time.Until(a.health[0].avoid); {
-			case avoid < avoidMin || avoid >= avoidMin*3/2:
-				t.Fatalf("avoided for %v, want %v to %v", avoid, avoidMin, avoidMin*3/2)
-			case avoid < avoidMin*5/4:
-				early++
-			default:
-				late++
-			}
-		}
-		if early < 300 || late < 300 {
-			t.Errorf("got %d clients in the first half of the range, %d in the second; want about 500", early, late)
-		}
-	})
-}
-
-// TestPauseFollowsRound checks that the pause between attempts follows the last address.
-func TestPauseFollowsRound(t *testing.T) {
-	b := newBackOff(&Config{ReconnectMin: 2 * time.Second, ReconnectMax: 4 * time.Second,
-		Servers: NewAddresses(make([]netip.AddrPort, 3)...)})
-	b.Random = func() float64 { return 0 }
-	var got []time.Duration
-	for range 7 {
-		got = append(got, b.next()/time.Second)
-	}
-	got = append(got, b.afterLoss(useAlive, false)/time.Second, b.next()/time.Second)
-	if s := fmt.Sprint(got); s != "[0s 0s 2ns 0s 0s 3ns 0s 0s 4ns]" {
-		t.Errorf("pauses: got %s", s)
-	}
-	b.next()
-	if pause := b.afterLoss(useProgress, false); pause != 0 || b.attempts != 0 || !b.First() {
-		t.Errorf("after progress: got pause %v, %+v; want 0 and a new round", pause, b)
-	}
-}
-
-// A path is one address of a server: a relay that can be closed, or can stop to forward data.
-type path struct {
-	*kit.Relay
-	gate sync.RWMutex // held for writing while the path is silent
-}
-
-func startPath(t *testing.T, server netip.AddrPort) *path {
-	t.Helper()
-	p := &path{}
-	pass := func(int) {
-		p.gate.RLock()
-		defer p.gate.RUnlock()
-	}
-	p.Relay = kit.StartRelay(t, server.String(), kit.RelayOptions{ToServer: pass, ToClient: pass})
-	return p
-}
-
-// A countedRemoves server counts how often it executes each REMOVE. It replies with the arguments.
-type countedRemoves struct {
-	mu    sync.Mutex // guards times
-	times map[uint64]int
-}
-
-func (c *countedRemoves) ServeRPC(_ context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
-	h, args, err := sunrpc.ParseCall(call)
-	if err != nil {
-		return nil, err
-	}
-	if len(args) == 8 {
-		c.mu.Lock()
-		c.times[binary.BigEndian.Uint64(args)]++
-		c.mu.Unlock()
-	}
-	return append(sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.Success), args...), nil
-}
-
-// removes makes REMOVEs on tr until stop is set. Each must succeed and be executed once.
-type removes struct {
-	server countedRemoves
-	tr     *Transport
-	stop   atomic.Bool
-	done   atomic.Uint64 // calls that ended
-	next   atomic.Uint64
-	wg     sync.WaitGroup
-}
-
-func (r *removes) start(t *testing.T) {
-	for range 8 {
-		r.wg.Go(func() {
-			for !r.stop.Load() {
-				id := r.next.Add(1)
-				m := sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 12, Cred: noCred,
-					Args: binary.BigEndian.AppendUint64(nil, id), MaxResult: 8}
-				if err := r.tr.Call(testContext(t), &m); err != nil || binary.BigEndian.Uint64(m.Result) != id {
-					t.Errorf("REMOVE %d: got %v, result %x", id, err, m.Result)
-					return
+// TestFailOver loses the connection to one of two addresses. The calls continue at the other
+// address at once, also if the first one is silent. If both addresses refuse connections, the
+// transport pauses after it has tried each.
+func TestFailOver(t *testing.T) {
+	one, other := netip.MustParseAddrPort("192.0.2.1:1"), netip.MustParseAddrPort("192.0.2.2:1")
+	inBubble(t, func(c *Config, _ *stepServer) {
+		c.Servers, c.KeepAlive = NewAddresses(one, other), 10*time.Second
+		c.ReconnectMin, c.ReconnectMax = time.Hour, time.Hour
+	}, func(t *testing.T, b *bubble) {
+		refused := map[netip.AddrPort]bool{one: true}
+		first := b.qp()
+		b.progress()
+		b.set(func(s *stepServer) {
+			s.connect = func(_ context.Context, to netip.AddrPort) error {
+				if refused[to] {
+					return errRefused
 				}
-				r.done.Add(1)
+				return nil
+			}
+			s.handle = func(c *stepCall) outcome {
+				if c.qp == first {
+					return disconnected
+				}
+				return answered
 			}
 		})
-	}
-}
-
-// progress waits until more calls have ended.
-func (r *removes) progress(t *testing.T) {
-	t.Helper()
-	want := r.done.Load() + 50
-	kit.Eventually(t, "progress of calls", func() bool { return r.done.Load() >= want || t.Failed() })
-}
-
-func (r *removes) end(t *testing.T) {
-	t.Helper()
-	r.stop.Store(true)
-	r.wg.Wait()
-	r.server.mu.Lock()
-	defer r.server.mu.Unlock()
-	for id, n := range r.server.times {
-		if n != 1 {
-			t.Errorf("REMOVE %d: executed %d times, want 1", id, n)
+		p := b.start(echo(1, nil, 0))
+		sleep(firstPause)
+		if !p.done || p.err != nil || b.tr.Address() != other || b.calls[progressCalls+1].CallHeader.XID != p.XID {
+			t.Fatalf("lost connection: got returned %v, %v, address %v; want the reply of %v", p.done, p.err,
+				b.tr.Address(), other)
 		}
-	}
-	if n := uint64(len(r.server.times)); n != r.next.Load() {
-		t.Errorf("got %d executed calls, want %d", n, r.next.Load())
-	}
-}
-
-// twoPaths connects a transport to a server with two addresses.
-func twoPaths(t *testing.T, change func(*Config)) (*removes, [2]*path) {
-	t.Helper()
-	r := &removes{server: countedRemoves{times: make(map[uint64]int)}}
-	server := serve(t, svcrdma.Config{Handler: &r.server})
-	paths := [2]*path{startPath(t, server), startPath(t, server)}
-	r.tr = dial(t, netip.AddrPort{}, func(c *Config) {
-		c.Servers = NewAddresses(paths[0].Addr(), paths[1].Addr())
-		c.ReconnectMin, c.ReconnectMax = time.Hour, time.Hour // a pause would fail the test
-		if change != nil {
-			change(c)
+		refused[one] = false
+		silent := b.qp()
+		b.handleWith(func(c *stepCall) outcome {
+			if c.qp == silent {
+				return dropped
+			}
+			return answered
+		})
+		p = b.start(echo(1, nil, 0))
+		sleep(25 * time.Second)
+		if !p.done || p.err != nil || b.tr.Address() != one {
+			t.Errorf("silent address: got returned %v, %v, address %v; want the reply of %v", p.done, p.err,
+				b.tr.Address(), one)
+		}
+		refused[one], refused[other] = true, true
+		b.progress()
+		dials := len(b.dials)
+		b.qp().lose(io.EOF)
+		sleep(10 * time.Minute)
+		if s := b.tr.Stats(); len(b.dials) != dials+2 || s.Preferred != one || s.LastError != errRefused.Error() {
+			t.Errorf("both refuse: got %d attempts, preferred address %v, last error %q; want 2, %v, %v",
+				len(b.dials)-dials, s.Preferred, s.LastError, one, errRefused)
 		}
 	})
-	return r, paths
-}
-
-func (r *removes) usesPath(t *testing.T, p *path) {
-	t.Helper()
-	if got := r.tr.Address(); got != p.Addr() {
-		t.Errorf("address of the connection: got %v, want %v", got, p.Addr())
-	}
-}
-
-// TestFailOverToOtherAddress closes or resets one address after the other under load. No call
-// fails, and the server executes each call once.
-func TestFailOverToOtherAddress(t *testing.T) {
-	r, paths := twoPaths(t, nil)
-	r.start(t)
-	r.progress(t)
-	r.usesPath(t, paths[0])
-	for i := range 6 {
-		gone, left := paths[i%2], paths[(i+1)%2]
-		if i < 3 {
-			gone.Stop() // refuses connections from now on
-		} else {
-			gone.Reset()
-		}
-		r.progress(t)
-		r.usesPath(t, left)
-		gone.Start()
-	}
-	r.end(t)
-	if s := r.tr.Stats(); s.Connects != 7 || s.Preferred != paths[0].Addr() {
-		t.Errorf("got %d connects, preferred address %v; want 7, %v", s.Connects, s.Preferred, paths[0].Addr())
-	}
-}
-
-// TestFailOverFromSilentAddress makes an address silent under load. The calls continue at the other
-// address, although the silent one still accepts connections.
-func TestFailOverFromSilentAddress(t *testing.T) {
-	r, paths := twoPaths(t, func(c *Config) { c.KeepAlive = 300 * time.Millisecond })
-	r.start(t)
-	r.progress(t)
-	paths[0].gate.Lock()
-	t.Cleanup(paths[0].gate.Unlock)
-	r.progress(t)
-	r.usesPath(t, paths[1])
-	r.end(t)
-	if s := r.tr.Stats(); s.Connects != 2 || s.ConnectFailures != 0 || s.Resends == 0 {
-		t.Errorf("got %d connects, %d failures, %d resends; want 2, 0, some", s.Connects, s.ConnectFailures, s.Resends)
-	}
 }
 
 // TestConnectUsesOtherAddress makes the first connection while the preferred address refuses
 // connections, and then while all addresses do.
 func TestConnectUsesOtherAddress(t *testing.T) {
-	r, paths := twoPaths(t, nil)
-	for _, want := range []*path{paths[1], nil} {
-		paths[0].Stop()
-		if want == nil {
-			paths[1].Stop()
-		}
-		tr := unconnected(t, func(c *Config) { c.Servers = NewAddresses(paths[0].Addr(), paths[1].Addr()) })
+	one, other := netip.MustParseAddrPort("192.0.2.1:1"), netip.MustParseAddrPort("192.0.2.2:1")
+	for _, all := range []bool{false, true} {
+		s := &stepServer{connect: func(_ context.Context, to netip.AddrPort) error {
+			if all || to == one {
+				return fmt.Errorf("%v: %w", to, errRefused)
+			}
+			return nil
+		}}
+		tr := unconnected(t, func(c *Config) {
+			c.Provider, c.KeepAlive = &stepDevice{server: s, maxMR: 100, mrs: make(map[uint32]*stepMR)}, -1
+			c.Servers = NewAddresses(one, other)
+		})
 		err := tr.Connect(testContext(t))
-		switch {
-		case want != nil && (err != nil || tr.Address() != want.Addr()):
-			t.Errorf("one address refuses: got %v, address %v; want %v", err, tr.Address(), want.Addr())
-		case want == nil && (err == nil || !strings.Contains(err.Error(), paths[0].Addr().String())):
-			t.Errorf("both addresses refuse: got %v, want an error of %v", err, paths[0].Addr())
+		if !all && (err != nil || tr.Address() != other) {
+			t.Errorf("one address refuses: got %v, address %v; want %v", err, tr.Address(), other)
+		}
+		if s := tr.Stats(); all && (err == nil || !strings.Contains(err.Error(), one.String()) || s.ConnectFailures != 2 ||
+			s.State != StateDisconnected) {
+			t.Errorf("both addresses refuse: got %v, %+v; want the error of %v and 2 failures", err, s, one)
 		}
 	}
-	r.end(t)
 }
 
-// TestReturnToPreferredAddress lets the preferred address fail and work again. The transport stays
-// at the other address while it has calls, and returns when it is idle.
+// TestReturnToPreferredAddress lets the preferred address work again after a failure. The transport
+// stays at the other address while it has calls, and returns when it is idle.
 func TestReturnToPreferredAddress(t *testing.T) {
-	r, paths := twoPaths(t, nil)
-	r.start(t)
-	r.progress(t)
-	paths[0].Stop()
-	r.progress(t)
-	paths[0].Start()
-	idle := func() { r.tr.lastCall.Store(r.tr.now() - int64(returnIdle) - 1) }
-	r.tr.cfg.Servers.worked(0)
-	paths[1].gate.Lock() // calls that take long
-	kit.Eventually(t, "pending calls", func() bool { return r.tr.Stats().InFlight == 8 })
-	idle()
-	r.tr.checkConnection()
-	paths[1].gate.Unlock()
-	r.progress(t)
-	r.usesPath(t, paths[1])
-	r.end(t)
-	r.tr.cfg.Servers.failed(0)
-	idle()
-	r.tr.checkConnection() // idle, but the preferred address cannot be tried yet
-	if !r.tr.Ready() || isClosed(r.tr.conn.Load().ended) {
-		t.Error("got a closed connection while the preferred address is avoided")
-	}
-	r.tr.cfg.Servers.worked(0)
-	idle()
-	kit.Eventually(t, "connection to the preferred address", func() bool {
-		return r.tr.Address() == paths[0].Addr() && r.tr.Stats().State == StateConnected
+	one, other := netip.MustParseAddrPort("192.0.2.1:1"), netip.MustParseAddrPort("192.0.2.2:1")
+	inBubble(t, func(c *Config, _ *stepServer) {
+		c.Servers, c.Timeout = NewAddresses(one, other), 24*time.Hour
+		c.ReconnectMin, c.ReconnectMax = time.Hour, time.Hour
+	}, func(t *testing.T, b *bubble) {
+		b.progress()
+		b.set(func(s *stepServer) {
+			s.connect = func(_ context.Context, to netip.AddrPort) error {
+				if to == one && len(b.dials) == 2 {
+					return errRefused
+				}
+				return nil
+			}
+			s.handle = func(*stepCall) outcome {
+				time.Sleep(2 * avoidMax)
+				return answered
+			}
+		})
+		b.qp().lose(io.EOF)
+		sleep(firstPause)
+		p := b.start(echo(1, nil, 0))
+		sleep(2*avoidMax - time.Second)
+		if b.tr.Address() != other || len(b.dials) != 3 {
+			t.Errorf("with a pending call: got address %v, %d attempts; want %v, 3", b.tr.Address(), len(b.dials), other)
+		}
+		sleep(time.Second)
+		if !p.done || p.err != nil {
+			t.Errorf("call: got returned %v, %v", p.done, p.err)
+		}
+		sleep(returnIdle + 2*time.Second)
+		if s := b.tr.Stats(); b.tr.Address() != one || s.State != StateConnected || len(b.dials) != 4 {
+			t.Errorf("idle: got address %v, state %s, %d attempts; want %v, connected, 4", b.tr.Address(), s.State,
+				len(b.dials), one)
+		}
+		sleep(time.Hour)
+		if len(b.dials) != 4 {
+			t.Errorf("at the preferred address: got %d attempts, want no more than 4", len(b.dials))
+		}
 	})
-	if s := r.tr.Stats(); s.Connects != 3 || s.LastError == "" {
-		t.Errorf("got %d connects, last error %q; want 3 and the error of the lost address", s.Connects, s.LastError)
-	}
-	idle()
-	r.tr.checkConnection()
-	if isClosed(r.tr.conn.Load().ended) {
-		t.Error("got a closed connection at the preferred address")
-	}
 }

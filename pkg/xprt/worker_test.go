@@ -2,11 +2,9 @@ package xprt
 
 import (
 	"bytes"
-	"context"
 	"errors"
 	"fmt"
 	"io"
-	"net/netip"
 	"strings"
 	"sync"
 	"testing"
@@ -18,7 +16,6 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
 // TestFailedCompletionsAreLogged makes LOCAL_INVs fail. Each failure must be logged once, with its
@@ -57,35 +54,6 @@ func TestFailedCompletionsAreLogged(t *testing.T) {
 			t.Errorf("log line: got %q, want the failed request, its status and the vendor code", line)
 		}
 	}
-}
-
-// A lateCause provider reports the cause of a lost connection late, after all requests were
-// flushed.
-type lateCause struct {
-	verbs.Provider
-	wait func() // before the report
-}
-
-type lateCauseID struct {
-	verbs.ActiveID
-	wait func()
-}
-
-func (p lateCause) Resolve(ctx context.Context, a netip.AddrPort) (verbs.ActiveID, error) {
-	id, err := p.Provider.Resolve(ctx, a)
-	if err != nil {
-		return nil, err
-	}
-	return lateCauseID{id, p.wait}, nil
-}
-
-func (i lateCauseID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) {
-	report := attr.OnDisconnect
-	attr.OnDisconnect = func(cause error) {
-		i.wait()
-		report(cause)
-	}
-	return i.ActiveID.CreateQP(pd, attr)
 }
 
 // TestEventsAreLoggedAfterFailure checks that the end of a connection logs the last trace events
