@@ -4,9 +4,9 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"slices"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
@@ -17,10 +17,7 @@ import (
 // A sentCall is the last Send with a call, as posted.
 type sentCall struct {
 	rpcrdma.Header
-	bytes    int // of the Send
-	sges     int
-	signaled bool
-	body     []byte // RPC message in the Send
+	body []byte // RPC message in the Send
 }
 
 // sentCalls returns hooks that store each Send of a call in last.
@@ -35,7 +32,7 @@ func sentCalls(t *testing.T, last *atomic.Pointer[sentCall]) func() qpHooks {
 				for _, sge := range wr.SGList {
 					msg = append(msg, sge.Buf...)
 				}
-				c := &sentCall{bytes: len(msg), sges: len(wr.SGList), signaled: wr.Signaled}
+				c := &sentCall{}
 				n, err := c.Decode(msg)
 				if err != nil {
 					t.Errorf("Send: %v", err)
@@ -92,13 +89,8 @@ func TestFormFollowsSizes(t *testing.T) {
 	} {
 		before := tr.Stats()
 		m := &sunrpc.Message{Prog: echoProg, Vers: 1, Proc: 7, Cred: noCred, Args: make([]byte, c.args),
-			ArgDataPos: c.args / 8 * 4, MaxResult: c.maxResult}
-		if c.data > 0 {
-			m.ArgData = fill(1, c.data)
-		}
-		if c.resultLen > 0 {
-			m.ResultData = make([]byte, c.resultLen)
-		}
+			ArgDataPos: c.args / 8 * 4, ArgData: fill(1, c.data), ResultData: make([]byte, c.resultLen),
+			MaxResult: c.maxResult}
 		// The server refuses to move data of the procedure by RDMA Read. Only the call counts here.
 		var refused *sunrpc.AcceptError
 		if err := tr.Call(testContext(t), m); err != nil && !errors.As(err, &refused) {
@@ -110,60 +102,46 @@ func TestFormFollowsSizes(t *testing.T) {
 			t.Errorf("%s: got reads %v, writes %v, reply %v, type %v; want %v, %v, %v, long call %v", c.name, h.Reads,
 				h.Writes, h.HasReply, h.Proc, c.reads, c.writes, c.reply, c.long)
 		}
-		// What the counters must say.
-		var readBytes, offered uint64
+		var readBytes, offered, wantRead, wantOffered, copied int
 		for _, r := range h.Reads {
-			readBytes += uint64(r.Length)
+			readBytes += int(r.Length)
 			if want := uint32(call + m.ArgDataPos); r.Position != want && !c.long || r.Position != 0 && c.long {
 				t.Errorf("%s: read chunk: got position %d, want %d", c.name, r.Position, want)
 			}
 		}
 		for _, w := range append(h.Writes, h.Reply) {
-			for _, seg := range w {
-				offered += uint64(seg.Length)
-			}
-		}
-		wantRead, wantOffered, copied := c.data, c.resultLen, c.data
-		if c.long {
-			wantRead = call + c.args + sunrpc.Pad4(c.data)
-			copied = wantRead
-		} else if c.reads {
-			copied = 0
-		} else {
-			wantRead = 0
+			offered += chunkLen(w)
 		}
 		switch {
-		case c.reply:
-			wantOffered = sunrpc.MaxReplyHeader + c.maxResult + sunrpc.Pad4(c.resultLen)
-		case !c.writes:
-			wantOffered = 0
-		}
-		if readBytes != uint64(wantRead) || offered != uint64(wantOffered) {
-			t.Errorf("%s: got %d bytes to read, %d bytes to write; want %d, %d", c.name, readBytes, offered, wantRead,
-				wantOffered)
-		}
-		if got := s.PullupCopyBytes - before.PullupCopyBytes; got != uint64(copied) {
-			t.Errorf("%s: bytes copied: got %d, want %d", c.name, got, copied)
-		}
-		if got := s.TotalRDMARequest - before.TotalRDMARequest; got != offered {
-			t.Errorf("%s: bytes offered: got %d, want %d", c.name, got, offered)
-		}
-		writes, replies := 0, len(h.Reply)
-		for _, w := range h.Writes {
-			writes += len(w)
-		}
-		if s.ReadChunks-before.ReadChunks != uint64(len(h.Reads)) ||
-			s.WriteChunks-before.WriteChunks != uint64(writes) ||
-			s.ReplyChunks-before.ReplyChunks != uint64(replies) || s.NomsgCall-before.NomsgCall > 0 != c.long {
-			t.Errorf("%s: got counters %+v after %+v", c.name, s, before)
-		}
-		if !c.long && !c.reads {
-			want := call + c.args + sunrpc.Pad4(c.data)
-			if len(h.body) != want || !bytes.Contains(h.body, m.ArgData) {
+		case c.long:
+			wantRead = call + c.args + sunrpc.Pad4(c.data)
+			copied = wantRead
+		case c.reads:
+			wantRead = c.data
+		default:
+			copied = c.data
+			if want := call + c.args + sunrpc.Pad4(c.data); len(h.body) != want || !bytes.Contains(h.body, m.ArgData) {
 				t.Errorf("%s: got a message of %d bytes, want %d with the data", c.name, len(h.body), want)
 			}
 		}
+		if c.reply {
+			wantOffered = sunrpc.MaxReplyHeader + c.maxResult + sunrpc.Pad4(c.resultLen)
+		} else if c.writes {
+			wantOffered = c.resultLen
+		}
+		if readBytes != wantRead || offered != wantOffered || int(s.PullupCopyBytes-before.PullupCopyBytes) != copied ||
+			int(s.TotalRDMARequest-before.TotalRDMARequest) != offered {
+			t.Errorf("%s: got %d bytes to read, %d bytes to write, and counters %+v after %+v; want %d, %d, %d copied",
+				c.name, readBytes, offered, s, before, wantRead, wantOffered, copied)
+		}
 	}
+}
+
+func chunkLen(c rpcrdma.Chunk) (n int) {
+	for _, seg := range c {
+		n += int(seg.Length)
+	}
+	return n
 }
 
 // TestLongMessagesAreLimited makes calls with the largest message, and with a larger one.
@@ -186,160 +164,33 @@ func TestLongMessagesAreLimited(t *testing.T) {
 }
 
 // TestLargeInlineDataIsGathered checks which inline data the Send takes from the memory of the
-// caller: more than pullupMax, if the device can send it. That Send is signaled.
+// caller: more than pullupMax, if the device can send it.
 func TestLargeInlineDataIsGathered(t *testing.T) {
 	for _, c := range []struct {
-		anyMemory   bool // the device sends from memory that was not registered for Sends
-		data, after int  // bytes of data, and of the arguments after the data
-		want        int  // SGEs of the Send
-	}{
-		{true, pullupMax, 8, 1},
-		{true, pullupMax + 1, 8, 3},
-		{true, pullupMax + 4, 0, 2},
-		{false, pullupMax + 1, 8, 1},
-	} {
-		var last atomic.Pointer[sentCall]
-		tr := dial(t, serve(t, svcrdma.Config{Handler: handlerFunc(ignore), InlineBytes: 65536}), func(cfg *Config) {
-			cfg.InlineBytes = 65536
-			cfg.Provider = hooked(&hookedProvider{attrs: func(a *verbs.DeviceAttrs) {
+		anyMemory, gathered bool
+		data                int
+	}{{true, false, pullupMax}, {true, true, pullupMax + 1}, {false, false, pullupMax + 1}} {
+		inBubble(t, func(cfg *Config, _ *stepServer) {
+			cfg.InlineBytes = MaxInlineBytes
+			cfg.Provider.(*stepDevice).attrs = func(a *verbs.DeviceAttrs) {
 				if !c.anyMemory {
 					a.Caps &^= verbs.CapRegisterAny
 				}
-			}, open: sentCalls(t, &last)})
+			}
+		}, func(t *testing.T, b *bubble) {
+			m := &sunrpc.Message{Prog: echoProg, Vers: 1, Proc: 7, Cred: noCred, Args: fill(5, 12), ArgDataPos: 4,
+				ArgData: fill(9, c.data)}
+			b.mustSucceed(m)
+			pad := make([]byte, sunrpc.Pad4(c.data)-c.data)
+			want := slices.Concat(m.Args[:4], m.ArgData, pad, m.Args[4:])
+			if got := b.calls[0].body[sunrpc.CallSize(noCred):]; !bytes.Equal(got, want) ||
+				b.tr.Stats().PullupCopyBytes == 0 != c.gathered {
+				t.Errorf("%d bytes, from any memory %v: got %d bytes copied, the same arguments %v", c.data, c.anyMemory,
+					b.tr.Stats().PullupCopyBytes, bytes.Equal(got, want))
+			}
 		})
-		if err := tr.Call(testContext(t), echo(0, nil, 0)); err != nil { // wait for the connection
-			t.Fatal(err)
-		}
-		m := &sunrpc.Message{Prog: echoProg, Vers: 1, Proc: 7, Cred: noCred, Args: fill(5, 4+c.after), ArgDataPos: 4,
-			ArgData: fill(9, c.data)}
-		if err := tr.Call(testContext(t), m); err != nil {
-			t.Fatal(err)
-		}
-		got := last.Load()
-		want := append(append(bytes.Clone(m.Args[:4]), m.ArgData...), make([]byte, sunrpc.Pad4(c.data)-c.data)...)
-		want = append(want, m.Args[4:]...)
-		if args := got.body[sunrpc.CallSize(noCred):]; got.sges != c.want || got.signaled != (c.want > 1) ||
-			!bytes.Equal(args, want) {
-			t.Errorf("%d bytes, from any memory %v: got %d SGEs, signaled %v; want %d, and the same arguments", c.data,
-				c.anyMemory, got.sges, got.signaled, c.want)
-		}
-		copied := uint64(0)
-		if c.want == 1 {
-			copied = uint64(c.data)
-		}
-		if s := tr.Stats(); s.PullupCopyBytes != copied {
-			t.Errorf("%d bytes, from any memory %v: got %d bytes copied, want %d", c.data, c.anyMemory,
-				s.PullupCopyBytes, copied)
-		}
-		tr.Close()
-	}
-}
-
-// TestBytesToSendOfCall checks what delays the requests behind a call: its Send and the data that
-// the server reads.
-func TestBytesToSendOfCall(t *testing.T) {
-	s := &slot{}
-	s.sendWR.SGList = []verbs.SGE{{Buf: make([]byte, 100)}, {Buf: make([]byte, 7)}}
-	s.hdr.Reads = []rpcrdma.ReadSegment{{Segment: rpcrdma.Segment{Length: 3000}},
-		{Segment: rpcrdma.Segment{Length: 40000}}}
-	if got := s.bytesToSend(); got != 43107 {
-		t.Errorf("got %d bytes, want 43107", got)
-	}
-}
-
-// TestRequestsBeforeFailedOne counts the requests of a chain that were posted.
-func TestRequestsBeforeFailedOne(t *testing.T) {
-	chain := make([]verbs.WorkRequest, 3)
-	chain[0].Next, chain[1].Next = &chain[1], &chain[2]
-	for want := range chain {
-		if got := before(&chain[0], &chain[want]); got != want {
-			t.Errorf("request %d failed: got %d requests before it", want, got)
-		}
-	}
-	if got := before(&chain[0], nil); got != len(chain) {
-		t.Errorf("unknown request failed: got %d requests, want %d", got, len(chain))
-	}
-}
-
-// TestPauseForMemoryDoubles checks the pauses of a call that finds no memory, and which errors are
-// final.
-func TestPauseForMemoryDoubles(t *testing.T) {
-	tr := unconnected(t, nil)
-	s := <-tr.free
-	defer s.end()
-	s.begin(t.Context(), &sunrpc.Message{}, tr.startCall())
-	for _, c := range []struct{ last, want time.Duration }{
-		{0, marshalRetry},
-		{marshalRetry, 2 * marshalRetry},
-		{marshalRetryMax/2 - 1, marshalRetryMax - 2},
-		{marshalRetryMax, marshalRetryMax},
-	} {
-		pause := c.last
-		s.wakeCaller() // ends the pause
-		if !tr.waitRetry(t.Context(), s, &shortageError{errNoBuffer}, &pause) || pause != c.want {
-			t.Errorf("pause after %v: got %v, want %v", c.last, pause, c.want)
-		}
-	}
-	var pause time.Duration
-	if tr.waitRetry(t.Context(), s, &ProtocolError{}, &pause) || pause != 0 {
-		t.Errorf("after a final error: got a retry or a pause of %v, want neither", pause)
 	}
 }
 
 // ignore handles a call without doing anything.
 func ignore(context.Context, uint32) {}
-
-// TestCallNeedsCreditOfConnection posts a call without a connection, and one whose credit belongs
-// to an earlier connection. Neither may be marshaled.
-func TestCallNeedsCreditOfConnection(t *testing.T) {
-	for _, connected := range []bool{false, true} {
-		tr := unconnected(t, nil)
-		s := <-tr.free
-		s.begin(t.Context(), &sunrpc.Message{}, tr.startCall())
-		tr.window.reset(1, false)
-		if connected {
-			tr.conn.Store(&conn{adapter: &adapter{t: tr}})
-		}
-		if !tr.window.enter(s) {
-			t.Fatal("no credit")
-		}
-		if connected {
-			tr.window.reset(0, false)
-		}
-		if sent, err := tr.transmit(s); sent || err != nil || s.state != slotWaiting {
-			t.Errorf("connected %v: got sent %v, %v, state %d; want false, nil, waiting", connected, sent, err, s.state)
-		}
-		tr.conn.Store(nil)
-		s.end()
-	}
-}
-
-// TestRequestsOfCallAreCounted checks the counts of the send queue after one call with a
-// registration: the FastReg, the Send and the LOCAL_INV. The first two were not signaled. A write
-// pad adds its FastReg and an RDMA Write.
-func TestRequestsOfCallAreCounted(t *testing.T) {
-	for _, pad := range []bool{false, true} {
-		tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}}), func(c *Config) {
-			c.WritePad, c.NudgeAfter = pad, time.Hour
-		})
-		m := echo(2, sunrpc.AppendUint32(nil, 8192), 8192)
-		if err := tr.Call(testContext(t), m); err != nil {
-			t.Fatal(err)
-		}
-		want := int64(3)
-		if pad {
-			want += 2
-		}
-		q := &connOf(t, tr).sq
-		if q.unsignaled.Load() != 2 || q.posted.Load() != want || q.taken.Load() != want || q.retired.Load() != want {
-			t.Errorf("write pad %v: got %d unsignaled requests, %d posted, %d places taken, %d retired; "+
-				"want 2, then %d each", pad, q.unsignaled.Load(), q.posted.Load(), q.taken.Load(), q.retired.Load(),
-				want)
-		}
-		tr.Close()
-		if s := tr.Stats(); s.Sends != 1 || s.Resends != 0 || s.Recvs != 1 || s.BadXIDs != 0 {
-			t.Errorf("write pad %v: got %d Sends, %d resends, %d Receives, %d bad XIDs; want 1, 0, 1, 0", pad, s.Sends,
-				s.Resends, s.Recvs, s.BadXIDs)
-		}
-	}
-}

@@ -11,15 +11,12 @@ import (
 	"os"
 	"os/exec"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
-	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
@@ -376,7 +373,7 @@ func TestReadWriteSizes(t *testing.T) {
 // RPCs.
 func TestSteadyState(t *testing.T) {
 	tr := dial(t, startServerProcess(t), func(c *Config) { c.Observe = func(context.Context, Ended) {} })
-	ctx := context.Background()
+	ctx := &lastID{Context: context.Background()}
 	read := make([]byte, 1<<20)
 	data := fill(0, 1<<20)
 	args := sunrpc.AppendOpaque(nil, []byte("the file"))
@@ -440,58 +437,12 @@ func TestSteadyState(t *testing.T) {
 	}
 }
 
-func TestCallsSurviveDisconnects(t *testing.T) {
-	var n atomic.Int64
-	hooks := svcrdma.Hooks{Reply: func(*rpcrdma.Header) svcrdma.Verdict {
-		if n.Add(1)%97 == 0 {
-			return svcrdma.Disconnect
-		}
-		return svcrdma.Send
-	}}
-	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, RemoteInv: true, Hooks: hooks}), nil)
-	c, ctx, fh := nfs3.NewClient(tr, nfs3.Options{}), testContext(t), testFH(t)
-	var wg sync.WaitGroup
-	for w := range 8 {
-		wg.Go(func() {
-			buf := make([]byte, 70001)
-			for i := range 60 {
-				off := uint64(w*1000000 + i*777)
-				size := (i*2711 + w) % len(buf)
-				var r nfs3.ReadResult
-				if err := c.Read(ctx, noCred, fh, off, buf[:size], &r); err != nil {
-					t.Errorf("READ: %v", err)
-					return
-				}
-				if !bytes.Equal(buf[:size], fill(off, size)) {
-					t.Errorf("worker %d: wrong data at offset %d", w, off)
-					return
-				}
-				var wr nfs3.WriteResult
-				if err := c.Write(ctx, noCred, fh, off, buf[:size], nfs3.FileSync, &wr); err != nil {
-					t.Errorf("WRITE: %v", err)
-					return
-				}
-			}
-		})
-	}
-	wg.Wait()
-	s := tr.Stats()
-	if s.Connects < 3 || s.Resends == 0 {
-		t.Errorf("got %d connects, %d resends; want at least 3, some", s.Connects, s.Resends)
-	}
-	if s.MRsOrphaned != 0 || s.SlotsInUse != 0 || s.InFlight != 0 {
-		t.Errorf("got %d orphaned MRs, %d slots in use, %d in flight; want 0", s.MRsOrphaned, s.SlotsInUse, s.InFlight)
-	}
+// A lastID keeps only the ID of the last call.
+type lastID struct {
+	context.Context
+	id sunrpc.CallID
 }
 
-func TestNewRejectsInvalidConfig(t *testing.T) {
-	for _, c := range []Config{{Slots: 3}, {Slots: MaxSlots + 1}, {InlineBytes: 1000}, {InlineBytes: 512},
-		{InlineBytes: MaxInlineBytes + 1024}} {
-		if _, err := New(c); err == nil {
-			t.Errorf("New(%+v): got nil, want an error", c)
-		}
-	}
-	if n := leakcheck.Count(leakcheck.Slot); n != 0 {
-		t.Errorf("slots after rejected configurations: got %d, want 0", n)
-	}
-}
+func (*lastID) KeptCall(*sunrpc.Message) (sunrpc.CallID, bool) { return sunrpc.CallID{}, false }
+
+func (l *lastID) KeepCall(_ *sunrpc.Message, id sunrpc.CallID) { l.id = id }
