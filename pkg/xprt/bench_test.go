@@ -4,16 +4,13 @@ import (
 	"bytes"
 	"context"
 	"fmt"
-	"io"
-	"net"
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// BenchmarkRPC measures whole RPCs to a server in the same process. BenchmarkTCPEcho sends the same
-// number of bytes over a raw TCP connection. Compare the two in one run.
+// BenchmarkRPC measures whole RPCs to a server in the same process.
 func BenchmarkRPC(b *testing.B) {
 	tr := dial(b, serve(b, svcrdma.Config{Handler: &service{}, RemoteInv: true}), nil)
 	head := sunrpc.AppendUint64(sunrpc.AppendOpaque(nil, []byte("the file")), 0)
@@ -63,59 +60,6 @@ func BenchmarkTrace(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
 				if err := tr.Call(context.Background(), &m); err != nil {
-					b.Fatal(err)
-				}
-			}
-		})
-	}
-}
-
-// BenchmarkTCPEcho is the reference for BenchmarkRPC.
-func BenchmarkTCPEcho(b *testing.B) {
-	for _, c := range []struct {
-		name      string
-		out, back int
-	}{
-		{"NULL", 96, 52},
-		{"READ_4KiB", 120, 4096},
-		{"READ_1MiB", 120, 1 << 20},
-		{"WRITE_4KiB", 4096, 120},
-		{"WRITE_1MiB", 1 << 20, 120},
-	} {
-		b.Run(c.name, func(b *testing.B) {
-			l, err := net.Listen("tcp", "127.0.0.1:0")
-			if err != nil {
-				b.Fatal(err)
-			}
-			defer l.Close()
-			go func() {
-				conn, err := l.Accept()
-				if err != nil {
-					return
-				}
-				defer conn.Close()
-				in, out := make([]byte, c.out), make([]byte, c.back)
-				for {
-					if _, err := io.ReadFull(conn, in); err != nil {
-						return
-					}
-					if _, err := conn.Write(out); err != nil {
-						return
-					}
-				}
-			}()
-			conn, err := net.Dial("tcp", l.Addr().String())
-			if err != nil {
-				b.Fatal(err)
-			}
-			defer conn.Close()
-			out, in := make([]byte, c.out), make([]byte, c.back)
-			b.SetBytes(int64(max(c.out, c.back) &^ 4095))
-			for b.Loop() {
-				if _, err := conn.Write(out); err != nil {
-					b.Fatal(err)
-				}
-				if _, err := io.ReadFull(conn, in); err != nil {
 					b.Fatal(err)
 				}
 			}

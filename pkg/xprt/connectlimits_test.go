@@ -48,19 +48,6 @@ func TestConnectLimits(t *testing.T) {
 	})
 }
 
-// TestNoConnectLimits checks that neither a rate of 0 nor a missing limit delays connects.
-func TestNoConnectLimits(t *testing.T) {
-	ended, cancel := context.WithCancel(t.Context())
-	cancel()
-	for _, l := range []*ConnectLimits{nil, NewConnectLimits(0)} {
-		for range 1000 {
-			if err := l.Wait(ended, netip.MustParseAddr("192.0.2.1")); err != nil {
-				t.Fatal(err)
-			}
-		}
-	}
-}
-
 // TestConnectLimitsEndWithContext checks that a wait ends with its context. If its deadline would
 // come first, the wait fails at once and says why.
 func TestConnectLimitsEndWithContext(t *testing.T) {
@@ -91,24 +78,6 @@ func TestConnectLimitsEndWithContext(t *testing.T) {
 	})
 }
 
-// TestConnectLimitsForgetAddresses checks that the limits of addresses without recent connects are
-// released, and those of other addresses are not.
-func TestConnectLimitsForgetAddresses(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		l, a := NewConnectLimits(1), netip.MustParseAddr("10.0.0.0")
-		for range 1000 {
-			a = a.Next()
-			if err := l.Wait(t.Context(), a); err != nil {
-				t.Fatal(err)
-			}
-			time.Sleep(100 * time.Millisecond)
-		}
-		if n := len(l.byAddress); n < 9 || n > 12 {
-			t.Errorf("got limits of %d addresses, want those of the last second", n)
-		}
-	})
-}
-
 // TestDialWaitsForLimits checks that an attempt to connect waits for the limits, and that the wait
 // for them is not a failure of the address.
 func TestDialWaitsForLimits(t *testing.T) {
@@ -117,7 +86,7 @@ func TestDialWaitsForLimits(t *testing.T) {
 		cfg := Config{Provider: dev, Slots: MinSlots, KeepAlive: -1, IdleTimeout: -1,
 			Servers: NewAddresses(netip.MustParseAddrPort("192.0.2.1:1"), netip.MustParseAddrPort("192.0.2.2:1")),
 			// The second transport prefers the same address as the first one.
-			ConnectLimits: NewConnectLimits(10), Logger: nil}
+			ConnectLimits: NewConnectLimits(10)}
 		began := time.Now()
 		for i := range connectBurst + 1 {
 			cfg.Index = uint32(2 * i)

@@ -276,9 +276,10 @@ func TestFleet(t *testing.T) {
 	if kit.Race {
 		t.Skip("the race detector crashes with thousands of goroutines in a bubble; make test runs it without -race")
 	}
-	n, all := 2560, []fleetResult{}
+	n, all := 1024, []fleetResult{}
+	outages := []time.Duration{15}
 	if *fleetFlag != "" {
-		n = 10000
+		n, outages = 10000, []time.Duration{0, 2, 5, 15, 35, 75, 135}
 	}
 	for _, c := range []struct {
 		fleet
@@ -311,7 +312,7 @@ func TestFleet(t *testing.T) {
 			t.Errorf("mean recovery: got %v s, want at most %v s as without jitter", after.Mean, before.Mean)
 		}
 	}
-	for _, outage := range []time.Duration{0, 2, 5, 15, 35, 75, 135} {
+	for _, outage := range outages {
 		f := fleet{name: "one client", hosts: n / 5, each: 1, outage: outage * time.Second, alone: true}
 		before, after := f.simulate(t, fleetBefore, 1), f.simulate(t, fleetAfter, 1)
 		all = append(all, before, after)

@@ -3,28 +3,14 @@ package xprt
 import (
 	"bytes"
 	"context"
+	"net/netip"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
-	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
-
-// A panicQP panics at one call of PostSend.
-type panicQP struct {
-	verbs.QP
-	left atomic.Int64 // calls up to the panic
-}
-
-func (q *panicQP) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
-	if q.left.Add(-1) == 0 {
-		panic("test")
-	}
-	return q.QP.PostSend(first)
-}
 
 // TestPanicEndsConnection has a call that panics while it holds locks of the transport. The
 // connection must end before the caller sees the panic, because the server could reach the memory
@@ -36,26 +22,28 @@ func TestPanicEndsConnection(t *testing.T) {
 		cancel bool  // cancel the call before its reply
 	}{{"post of a call", 1, false}, {"post of LOCAL_INVs of a canceled call", 2, true}} {
 		t.Run(tt.name, func(t *testing.T) {
-			srv := &service{}
-			tr := dial(t, serve(t, svcrdma.Config{Handler: srv}), nil)
-			var cn *conn
-			kit.Eventually(t, "connection", func() bool { cn = tr.conn.Load(); return cn != nil })
-			tr.send.Lock()
-			qp := &panicQP{QP: cn.qp}
-			qp.left.Store(tt.post)
-			cn.qp = qp
-			tr.send.Unlock()
 			ctx, cancel := context.WithCancel(testContext(t))
 			defer cancel()
-			if tt.cancel {
-				srv.delay.Store(int64(time.Hour))
-				go func() {
-					for srv.calls.Load() == 0 && ctx.Err() == nil {
-						time.Sleep(time.Millisecond)
-					}
+			var calls atomic.Int64
+			svc := svcrdma.HandlerFunc(func(ctx context.Context, a netip.AddrPort, call, reply []byte) ([]byte, error) {
+				if calls.Add(1) == 1 && tt.cancel {
 					cancel()
-				}()
-			}
+					<-ctx.Done()
+				}
+				return (&service{}).ServeRPC(ctx, a, call, reply)
+			})
+			var posts atomic.Int64
+			tr := dial(t, serve(t, svcrdma.Config{Handler: svc}), func(c *Config) {
+				c.Provider = hooked(&hookedProvider{open: func() qpHooks {
+					return qpHooks{post: func(*verbs.WorkRequest, int) (int, error) {
+						if posts.Add(1) == tt.post {
+							panic("test")
+						}
+						return 0, nil
+					}}
+				}})
+			})
+			cn := connOf(t, tr)
 			c, buf := nfs3.NewClient(tr, nfs3.Options{}), make([]byte, 64<<10)
 			var res nfs3.ReadResult
 			func() {
@@ -69,7 +57,6 @@ func TestPanicEndsConnection(t *testing.T) {
 			if tr.conn.Load() == cn || !isClosed(cn.ended) {
 				t.Error("the connection of the call continues after the panic")
 			}
-			srv.delay.Store(0)
 			if err := c.Read(testContext(t), noCred, testFH(t), 0, buf, &res); err != nil ||
 				!bytes.Equal(buf, fill(0, len(buf))) {
 				t.Errorf("READ after the panic: got %v, or other data", err)
@@ -80,9 +67,7 @@ func TestPanicEndsConnection(t *testing.T) {
 			if n := len(tr.Calls()); n > 0 {
 				t.Errorf("pending calls: got %d, want 0", n)
 			}
-			closed := make(chan struct{})
-			go func() { defer close(closed); tr.Close() }()
-			kit.Eventually(t, "end of Close", func() bool { return isClosed(closed) })
+			tr.Close()
 		})
 	}
 }

@@ -2,7 +2,7 @@ package xprt
 
 import (
 	"bytes"
-	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -15,23 +15,10 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 var errPost = errors.New("post failed")
-
-// failOnce returns hooks that make the first chain fail whose first request is op, at position at.
-func failOnce(op verbs.Opcode, at int, failed *atomic.Int64) func() qpHooks {
-	return func() qpHooks {
-		return qpHooks{post: func(first *verbs.WorkRequest, n int) (int, error) {
-			if first.Opcode == op && at < n && failed.CompareAndSwap(0, int64(n)) {
-				return at, errPost
-			}
-			return 0, nil
-		}}
-	}
-}
 
 // A failedPost is a case of TestFailedPostEndsConnection.
 type failedPost struct {
@@ -71,49 +58,50 @@ func TestFailedPostEndsConnection(t *testing.T) {
 }
 
 func (c *failedPost) run(t *testing.T) {
-	var failed atomic.Int64
-	svc := &service{}
-	server := softiwarp.New(softiwarp.Config{})
-	if c.inv >= 0 {
-		server = &invalidatingProvider{server, c.inv}
-	}
-	tr := dial(t, serveOn(t, server, svcrdma.Config{Handler: svc}), func(cfg *Config) {
-		cfg.Provider = hooked(&hookedProvider{attrs: withDepth(17), open: failOnce(c.op, c.at, &failed)})
-		cfg.Timeout = 5 * time.Second
-	})
-	if c.interrupt {
-		svc.delay.Store(int64(time.Hour))
-	}
-	ctx, cancel := context.WithCancel(testContext(t))
-	defer cancel()
-	buf := make([]byte, (failedPostMRs*17-1)*4096) // may start within a page
-	ended := make(chan error, 1)
-	go func() {
-		var r nfs3.ReadResult
-		ended <- nfs3.NewClient(tr, nfs3.Options{}).Read(ctx, noCred, testFH(t), 3, buf, &r)
-	}()
-	if c.interrupt {
-		kit.Eventually(t, "call at the server", func() bool { return svc.calls.Load() == 1 })
-		cancel()
-		if err := <-ended; !errors.Is(err, syscall.EINTR) {
-			t.Errorf("READ: got %v, want EINTR", err)
-		}
-	} else if err := <-ended; err != nil || !bytes.Equal(buf, fill(3, len(buf))) {
-		t.Errorf("READ: got %v, or wrong data", err)
-	}
-	kit.Eventually(t, "second connection", func() bool { return tr.Stats().Connects == 2 })
-	c.checkStats(t, tr.Stats())
-	if got := failed.Load(); got != int64(c.requests) {
-		t.Errorf("requests in the failed chain: got %d, want %d", got, c.requests)
-	}
-	tr.Close()
-	checkMRs(t, tr.Stats())
+	inBubble(t, func(cfg *Config, _ *stepServer) { cfg.Provider.(*stepDevice).attrs = withDepth(17) },
+		func(t *testing.T, b *bubble) {
+			failed := 0
+			b.dev.refuse = func(first *verbs.WorkRequest, n int) (int, error) {
+				if first.Opcode == c.op && c.at < n && failed == 0 {
+					failed = n
+					return c.at, errPost
+				}
+				return 0, nil
+			}
+			b.handleWith(func(call *stepCall) outcome {
+				if c.interrupt {
+					return dropped
+				}
+				if c.inv >= 0 {
+					call.inv = verbs.RKey(call.Writes[0][c.inv].Handle)
+				}
+				return answered
+			})
+			p := b.start(readOf((failedPostMRs*17 - 1) * 4096)) // may start within a page
+			if c.interrupt {
+				p.interrupt()
+			}
+			sleep(firstPause)
+			if c.interrupt && !errors.Is(p.err, syscall.EINTR) || !c.interrupt && p.err != nil || !p.done {
+				t.Fatalf("READ: got returned %v, %v", p.done, p.err)
+			}
+			want := bytes.Repeat(binary.BigEndian.AppendUint32(nil, p.XID), len(p.ResultData)/4)
+			if !c.interrupt && !bytes.Equal(p.ResultData, want) {
+				t.Error("READ: the data is not that of the server")
+			}
+			if failed != c.requests {
+				t.Errorf("requests in the failed chain: got %d, want %d", failed, c.requests)
+			}
+			c.checkStats(t, b.tr.Stats())
+			b.tr.Close()
+			checkMRs(t, b.tr.Stats())
+		})
 }
 
 func (c *failedPost) checkStats(t *testing.T, s Stats) {
 	t.Helper()
-	if s.Timeouts != 0 || !strings.Contains(s.LastError, errPost.Error()) {
-		t.Errorf("got %d timeouts, last error %q; want 0, %v", s.Timeouts, s.LastError, errPost)
+	if s.Timeouts != 0 || s.Connects != 2 || !strings.Contains(s.LastError, errPost.Error()) {
+		t.Errorf("got %d timeouts, %d connects, last error %q; want 0, 2, %v", s.Timeouts, s.Connects, s.LastError, errPost)
 	}
 	remote := uint64(0)
 	if c.inv >= 0 {
@@ -126,48 +114,40 @@ func (c *failedPost) checkStats(t *testing.T, s Stats) {
 		recycled, recovered, localInvs = 0, failedPostMRs, failedPostMRs
 	}
 	if s.MRsRecycled != recycled || c.op == verbs.OpFastReg && s.MRsRecovered != recovered ||
-		s.LocalInvNeeded != localInvs || s.RemoteInvalidations != remote || s.Sends != 1 {
+		s.LocalInvNeeded != localInvs || s.RemoteInvalidations != remote || s.Sends != 2 {
 		t.Errorf("got %d recycled MRs, %d recovered, %d LOCAL_INVs, %d remote invalidations, %d Sends; "+
-			"want %d, %d, %d, %d, 1", s.MRsRecycled, s.MRsRecovered, s.LocalInvNeeded, s.RemoteInvalidations, s.Sends,
-			recycled, recovered, localInvs, remote)
+			"want %d, %d, %d, %d, 2 with the first", s.MRsRecycled, s.MRsRecovered, s.LocalInvNeeded,
+			s.RemoteInvalidations, s.Sends, recycled, recovered, localInvs, remote)
 	}
 }
 
 // TestFailedCompletionEndsConnection has a request complete with an error, and a device that stays
 // in the ready state. The connection must end at once, because the memory of the call is not fenced
-// (docs/features.md S25).
+// (docs/features.md S25). TestModel has flushed requests.
 func TestFailedCompletionEndsConnection(t *testing.T) {
 	for _, op := range []verbs.Opcode{verbs.OpLocalInv, verbs.OpSend} {
-		for _, status := range []verbs.Status{verbs.StatusLocProtErr, verbs.StatusWRFlushErr} {
-			t.Run(fmt.Sprint(op, ", ", status), func(t *testing.T) {
-				var failed atomic.Bool
-				hooks := func() qpHooks {
-					return qpHooks{done: func(wr *verbs.WorkRequest, _ int, wc *verbs.WorkCompletion,
-						next func(*verbs.WorkCompletion)) {
-						if wr.Opcode == op && failed.CompareAndSwap(false, true) {
-							wc.Status = status
-						}
-						next(wc)
-					}}
+		var failed atomic.Bool
+		hooks := func() qpHooks {
+			return qpHooks{done: func(wr *verbs.WorkRequest, _ int, wc *verbs.WorkCompletion,
+				next func(*verbs.WorkCompletion)) {
+				if wr.Opcode == op && failed.CompareAndSwap(false, true) {
+					wc.Status = verbs.StatusLocProtErr
 				}
-				tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, InlineBytes: 65536}), func(c *Config) {
-					c.Provider, c.InlineBytes = hooked(&hookedProvider{open: hooks}), 65536
-					c.Timeout = 5 * time.Second
-				})
-				c := nfs3.NewClient(tr, nfs3.Options{})
-				var w nfs3.WriteResult // its Send is signaled
-				if err := c.Write(testContext(t), noCred, testFH(t), 0, fill(0, 30000), nfs3.FileSync, &w); err != nil {
-					t.Error(err)
-				}
-				var r nfs3.ReadResult
-				if err := c.Read(testContext(t), noCred, testFH(t), 0, make([]byte, 100000), &r); err != nil {
-					t.Error(err)
-				}
-				kit.Eventually(t, "second connection", func() bool { return tr.Stats().Connects == 2 })
-				if s := tr.Stats(); s.Timeouts != 0 || !strings.Contains(s.LastError, status.String()) {
-					t.Errorf("got %d timeouts, last error %q; want 0, %v", s.Timeouts, s.LastError, status)
-				}
-			})
+				next(wc)
+			}}
+		}
+		tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, InlineBytes: 65536}), func(c *Config) {
+			c.Provider, c.InlineBytes = hooked(&hookedProvider{open: hooks}), 65536
+		})
+		c := nfs3.NewClient(tr, nfs3.Options{})
+		var w nfs3.WriteResult // its Send is signaled
+		kit.Must(t, c.Write(testContext(t), noCred, testFH(t), 0, fill(0, 30000), nfs3.FileSync, &w))
+		var r nfs3.ReadResult
+		kit.Must(t, c.Read(testContext(t), noCred, testFH(t), 0, make([]byte, 100000), &r))
+		kit.Eventually(t, "second connection", func() bool { return tr.Stats().Connects == 2 })
+		s := tr.Stats()
+		if want := verbs.StatusLocProtErr.String(); s.Timeouts != 0 || !strings.Contains(s.LastError, want) {
+			t.Errorf("%v: got %d timeouts, last error %q; want 0, %v", op, s.Timeouts, s.LastError, want)
 		}
 	}
 }

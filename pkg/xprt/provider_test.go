@@ -8,6 +8,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A hookedProvider is softiwarp with changes to its device, its memory regions and its queue pairs.
@@ -239,13 +240,13 @@ func withDepth(pages int) func(*verbs.DeviceAttrs) {
 	return func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = pages }
 }
 
-// connOf returns the current connection of tr.
-func connOf(t *testing.T, tr *Transport) *conn {
+// connOf returns the connection of tr.
+func connOf(t *testing.T, tr *Transport) (cn *conn) {
 	t.Helper()
-	cn := tr.conn.Load()
-	if cn == nil {
-		t.Fatal("no connection")
-	}
+	kit.Eventually(t, "connection", func() bool {
+		cn = tr.conn.Load()
+		return cn != nil
+	})
 	return cn
 }
 
@@ -258,57 +259,4 @@ func softiwarpAttrs(t *testing.T) verbs.DeviceAttrs {
 	}
 	defer id.Close()
 	return id.Device().Attrs()
-}
-
-// An invalidatingProvider is softiwarp for a server that invalidates one key of every reply with
-// several RDMA Writes: that of the Write with the number which, counted from 0.
-type invalidatingProvider struct {
-	verbs.Provider
-	which int
-}
-
-type invalidatingListener struct {
-	verbs.Listener
-	which int
-}
-
-type invalidatingID struct {
-	verbs.ConnRequest
-	which int
-}
-
-type invalidatingQP struct {
-	verbs.QP
-	which int
-}
-
-func (p *invalidatingProvider) Listen(ctx context.Context, a netip.AddrPort) (verbs.Listener, error) {
-	l, err := p.Provider.Listen(ctx, a)
-	return &invalidatingListener{l, p.which}, err
-}
-
-func (l *invalidatingListener) Accept(ctx context.Context) (verbs.ConnRequest, error) {
-	r, err := l.Listener.Accept(ctx)
-	if err != nil {
-		return nil, err
-	}
-	return &invalidatingID{r, l.which}, nil
-}
-
-func (i *invalidatingID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) {
-	qp, err := i.ConnRequest.CreateQP(pd, attr)
-	return &invalidatingQP{qp, i.which}, err
-}
-
-func (q *invalidatingQP) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
-	var keys []verbs.RKey
-	for wr := first; wr != nil; wr = wr.Next {
-		switch {
-		case wr.Opcode == verbs.OpRDMAWrite:
-			keys = append(keys, wr.RKey)
-		case wr.Opcode == verbs.OpSend && q.which < len(keys):
-			wr.Opcode, wr.InvalidateRKey = verbs.OpSendWithInv, keys[q.which]
-		}
-	}
-	return q.QP.PostSend(first)
 }

@@ -2,12 +2,10 @@ package xprt
 
 import (
 	"bytes"
-	"errors"
 	"fmt"
 	"sync/atomic"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
@@ -49,63 +47,34 @@ func pinning(failures int64) (*pinningDevice, *hookedProvider) {
 // TestMemoryThatCannotBePinnedDelaysOneCall has a device that cannot pin the memory of a call at
 // first. The call must be retried later. The connection and the other calls must not be affected.
 func TestMemoryThatCannotBePinnedDelaysOneCall(t *testing.T) {
-	t.Run("device", func(t *testing.T) {
-		d, p := pinning(pinFailures)
-		delayOneCall(t, d, p)
-	})
-	t.Run("device with faults", func(t *testing.T) {
-		d, p := pinning(pinFailures)
-		plan, err := faults.Parse("")
-		if err != nil {
-			t.Fatal(err)
+	const failures = 4
+	for _, withFaults := range []bool{false, true} {
+		d, p := pinning(failures)
+		tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}}), func(c *Config) {
+			if c.Provider = p; withFaults {
+				c.Provider = faults.New(p, faulty(t, "").Plan(), nil)
+			}
+		})
+		buf := make([]byte, 100000)
+		ended := make(chan error, 1)
+		go func() {
+			var r nfs3.ReadResult
+			ended <- nfs3.NewClient(tr, nfs3.Options{}).Read(testContext(t), noCred, testFH(t), 3, buf, &r)
+		}()
+		kit.Eventually(t, "failed attempt to pin memory", func() bool { return d.failures.Load() < failures })
+		if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
+			t.Errorf("call without memory to pin: %v", err)
 		}
-		delayOneCall(t, d, faults.New(p, plan, nil))
-	})
-}
-
-const pinFailures = 4
-
-func delayOneCall(t *testing.T, d *pinningDevice, p verbs.Provider) {
-	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}}), func(c *Config) {
-		c.Provider, c.Timeout = p, 500*time.Millisecond
-	})
-	buf := make([]byte, 100000)
-	ended := make(chan error, 1)
-	go func() {
-		var r nfs3.ReadResult
-		ended <- nfs3.NewClient(tr, nfs3.Options{}).Read(testContext(t), noCred, testFH(t), 3, buf, &r)
-	}()
-	kit.Eventually(t, "failed attempt to pin memory", func() bool { return d.failures.Load() < pinFailures })
-	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
-		t.Errorf("call without memory to pin: %v", err)
-	}
-	if err := <-ended; err != nil || !bytes.Equal(buf, fill(3, len(buf))) {
-		t.Errorf("READ: got %v, or wrong data", err)
-	}
-	s := tr.Stats()
-	if s.Connects != 1 || s.Timeouts != 0 || s.FailedMarshal != pinFailures || s.MapErrors != pinFailures {
-		t.Errorf("got %d connects, %d timeouts, %d failed marshals, %d map errors; want 1, 0, %d, %d", s.Connects,
-			s.Timeouts, s.FailedMarshal, s.MapErrors, pinFailures, pinFailures)
-	}
-	if s.MRsFree != s.MRsTotal {
-		t.Errorf("free MRs: got %d of %d, want all", s.MRsFree, s.MRsTotal)
-	}
-}
-
-// TestMemoryThatCannotBePinnedFailsSoftCall has a device that never pins memory. The call of a soft
-// mount must fail after its timeout, on the first connection.
-func TestMemoryThatCannotBePinnedFailsSoftCall(t *testing.T) {
-	_, p := pinning(1 << 40)
-	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}}), func(c *Config) {
-		c.Provider, c.Recovery, c.Timeout = p, Soft, 150*time.Millisecond
-	})
-	var r nfs3.ReadResult
-	err := nfs3.NewClient(tr, nfs3.Options{}).Read(testContext(t), noCred, testFH(t), 0, make([]byte, 9000), &r)
-	if !errors.Is(err, syscall.EIO) || !isTimeout(err) {
-		t.Errorf("READ: got %v, want EIO after the timeout", err)
-	}
-	if s := tr.Stats(); s.Connects != 1 || s.LastError != "" {
-		t.Errorf("got %d connects, last error %q; want 1, none", s.Connects, s.LastError)
+		if err := <-ended; err != nil || !bytes.Equal(buf, fill(3, len(buf))) {
+			t.Errorf("READ: got %v, or wrong data", err)
+		}
+		s := tr.Stats()
+		if s.Connects != 1 || s.Timeouts != 0 || s.FailedMarshal != failures || s.MapErrors != failures ||
+			s.MRsFree != s.MRsTotal {
+			t.Errorf("with faults %v: got %d connects, %d timeouts, %d failed marshals, %d map errors, %d of %d MRs free; "+
+				"want 1, 0, %d, %d, all", withFaults, s.Connects, s.Timeouts, s.FailedMarshal, s.MapErrors, s.MRsFree,
+				s.MRsTotal, failures, failures)
+		}
 	}
 }
 

@@ -3,19 +3,16 @@ package xprt
 import (
 	"bytes"
 	"errors"
-	"fmt"
 	"io"
 	"strings"
 	"sync"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
-	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 )
 
 // TestFailedCompletionsAreLogged makes LOCAL_INVs fail. Each failure must be logged once, with its
@@ -59,34 +56,29 @@ func TestFailedCompletionsAreLogged(t *testing.T) {
 // TestEventsAreLoggedAfterFailure checks that the end of a connection logs the last trace events
 // unless the end is normal, and that another failure soon after logs nothing.
 func TestEventsAreLoggedAfterFailure(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	failure := errors.New("defect")
+	for _, events := range []int{0, 2 * historyEvents} {
 		var log bytes.Buffer
-		tr := &Transport{log: hclog.New(&hclog.LoggerOptions{Output: &log})}
-		failure := errors.New("defect")
-		tr.logHistory(failure) // without tracing
-		tr.trace = trace.NewRing(2*historyEvents, func(uint8) string { return "" })
-		for range historyEvents + 1 {
-			tr.trace.Add(trace.Event{Kind: trace.Connect})
-		}
-		for _, c := range []struct {
-			name  string
-			pause time.Duration
-			err   error
-			want  int
-		}{
-			{"end of the stream", 0, fmt.Errorf("read: %w", io.EOF), 0},
-			{"closed", 0, fmt.Errorf("call: %w", ErrClosed), 0},
-			{"failure", 0, failure, historyEvents},
-			{"again at once", 0, failure, 0},
-			{"again before the pause", historyPause - 1, failure, 0},
-			{"again after the pause", 1, failure, historyEvents},
-		} {
-			log.Reset()
-			time.Sleep(c.pause)
-			tr.logHistory(c.err)
-			if got := strings.Count(log.String(), "trace event before connection loss"); got != c.want {
-				t.Errorf("%s: got %d events, want %d", c.name, got, c.want)
+		inBubble(t, func(c *Config, _ *stepServer) {
+			c.TraceEvents, c.Logger = events, hclog.New(&hclog.LoggerOptions{Output: &log})
+		}, func(t *testing.T, b *bubble) {
+			for i, c := range []struct {
+				pause time.Duration
+				err   error
+				want  int
+			}{{0, io.EOF, 0}, {0, failure, 1}, {0, failure, 0}, {historyPause, failure, 1}} {
+				for range historyEvents {
+					b.mustSucceed(echo(1, nil, 0))
+				}
+				sleep(c.pause)
+				log.Reset()
+				b.qp().lose(c.err)
+				settle()
+				want := min(c.want*historyEvents, events)
+				if got := strings.Count(log.String(), "trace event before connection loss"); got != want {
+					t.Errorf("loss %d, %v: got %d events, want %d", i, c.err, got, want)
+				}
 			}
-		}
-	})
+		})
+	}
 }
