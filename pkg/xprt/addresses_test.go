@@ -7,72 +7,33 @@ import (
 	"net/netip"
 	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
 )
 
-// TestChooseAddress checks the order of the addresses and the timeout of attempts, while addresses
-// fail and work again.
-func TestChooseAddress(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		a := NewAddresses(make([]netip.AddrPort, 3)...)
-		a.longer = 0
-		for i, c := range []struct {
-			pause     time.Duration
-			failed    string // addresses that fail now
-			worked    string // addresses that work now
-			preferred int
-			want      int
-			timeout   time.Duration
-		}{
-			{0, "", "", 0, 0, 5 * time.Second},
-			{0, "", "", 2, 2, 5 * time.Second},
-			{0, "2", "", 2, 0, 5 * time.Second},
-			{0, "0", "", 2, 1, 5 * time.Second},
-			{0, "1", "", 2, 2, 10 * time.Second}, // all failed; 2 was the first
-			{0, "2", "", 2, 0, 10 * time.Second},
-			{0, "0", "", 2, 1, 10 * time.Second},
-			{avoidMin - 10*time.Millisecond, "", "", 2, 1, 10 * time.Second},
-			{10 * time.Millisecond, "", "", 2, 2, 5 * time.Second}, // none is avoided
-			{0, "2", "", 2, 0, 5 * time.Second},
-			{avoidMin, "", "", 2, 0, 5 * time.Second}, // 2 is avoided for longer
-			{0, "", "2", 2, 2, 5 * time.Second},
-			{0, "012", "", 0, 2, 10 * time.Second}, // 2 is avoided for the shortest time
-			{avoidMin, "", "", 0, 2, 5 * time.Second},
-			{0, "2222", "", 0, 0, 20 * time.Second}, // counts once
-		} {
-			time.Sleep(c.pause + time.Millisecond)
-			for _, n := range c.failed {
-				a.failed(int(n - '0'))
+// TestConnectTimeoutOfAddresses connects to three addresses that do not answer. The attempt to each
+// is short, and the transport tries each once before it tries one again.
+func TestConnectTimeoutOfAddresses(t *testing.T) {
+	all := []netip.AddrPort{netip.MustParseAddrPort("192.0.2.1:1"), netip.MustParseAddrPort("192.0.2.2:1"),
+		netip.MustParseAddrPort("192.0.2.3:1")}
+	inBubble(t, func(c *Config, _ *stepServer) { c.Servers, c.Index = NewAddresses(all...), 1 },
+		func(t *testing.T, b *bubble) {
+			b.progress()
+			b.set(func(s *stepServer) {
+				s.connect = func(ctx context.Context, _ netip.AddrPort) error {
+					<-ctx.Done()
+					return ctx.Err()
+				}
+			})
+			b.qp().lose(io.EOF)
+			sleep(time.Minute)
+			for i, d := range b.dials[1:5] {
+				pause := d.at.Sub(b.dials[i].at)
+				if d.to != all[(i+1)%3] || i > 0 && (pause < addressTimeout || pause > addressTimeout+time.Millisecond) {
+					t.Errorf("attempt %d: got address %v after %v, want %v after %v", i, d.to, pause, all[(i+1)%3],
+						addressTimeout)
+				}
 			}
-			for _, n := range c.worked {
-				a.worked(int(n - '0'))
-			}
-			if got, timeout := a.choose(c.preferred, 40*time.Second); got != c.want || timeout != c.timeout {
-				t.Errorf("case %d: got address %d, timeout %v; want %d, %v", i, got, timeout, c.want, c.timeout)
-			}
-		}
-		for range 12 {
-			time.Sleep(avoidMax)
-			for i := range 3 {
-				a.failed(i)
-			}
-		}
-		if _, timeout := a.choose(0, 40*time.Second); timeout != 40*time.Second {
-			t.Errorf("after many failures: got timeout %v, want 40s", timeout)
-		}
-		time.Sleep(avoidMax - time.Nanosecond)
-		before := a.usable(0)
-		time.Sleep(time.Nanosecond)
-		if before || !a.usable(0) {
-			t.Errorf("after many failures: got usable %v before %v, %v after it", before, avoidMax, a.usable(0))
-		}
-		one := NewAddresses(netip.AddrPort{})
-		one.failed(0)
-		if i, timeout := one.choose(0, time.Minute); i != 0 || timeout != time.Minute {
-			t.Errorf("only address: got %d, %v; want 0, 1m0s", i, timeout)
-		}
-	})
+		})
 }
 
 // TestFailOver loses the connection to one of two addresses. The calls continue at the other

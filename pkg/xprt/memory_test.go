@@ -2,9 +2,7 @@ package xprt
 
 import (
 	"bytes"
-	"context"
 	"errors"
-	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -25,56 +23,27 @@ func TestSlotsFitTheMRsOfTheDevice(t *testing.T) {
 		{64, 10, 5 * 10, 4}, // the write pad needs one MR
 		{257, 4, 1 + 5*4, 5},
 	} {
-		var allocations atomic.Int64
-		p := hooked(&hookedProvider{
-			attrs: func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen, a.MaxMR = c.depth, c.limit },
-			alloc: func() error {
-				if allocations.Add(1) > int64(c.limit) {
-					return syscall.ENOMEM
-				}
-				return nil
-			},
-		})
-		// The server answers when it has a call of every slot, or when one was not sent.
-		var arrived atomic.Int64
-		all := make(chan struct{})
-		handler := handlerFunc(func(ctx context.Context, proc uint32) {
-			if proc == 0 {
-				return
+		inBubble(t, func(cfg *Config, _ *stepServer) {
+			dev := cfg.Provider.(*stepDevice)
+			dev.maxMR, dev.attrs = c.limit, func(a *verbs.DeviceAttrs) {
+				a.MaxFastRegPageListLen, a.MaxMR = c.depth, c.limit
+				a.Caps &^= verbs.CapGaps
 			}
-			arrived.Add(1)
-			select {
-			case <-all:
-			case <-ctx.Done():
+			cfg.WritePad, cfg.Slots = true, 32
+		}, func(t *testing.T, b *bubble) {
+			b.handleWith(drop)
+			for range 8 {
+				b.start(echo(1, make([]byte, payload), payload))
+			}
+			s := b.tr.Stats()
+			used := uint64(1 + c.slots*c.perCall)
+			if len(b.calls) != c.slots || s.MapErrors != 0 ||
+				s.FailedMarshal != 0 || s.MRsTotal != used {
+				t.Errorf("depth %d, limit %d: got %d calls at the server, %d map errors, %d failed marshals, %d MRs; "+
+					"want %d, 0, 0, %d", c.depth, c.limit, len(b.calls), s.MapErrors, s.FailedMarshal, s.MRsTotal, c.slots,
+					used)
 			}
 		})
-		tr := dial(t, serve(t, svcrdma.Config{Handler: handler}), func(cfg *Config) {
-			cfg.WritePad, cfg.Provider = true, p
-		})
-		if err := tr.Call(testContext(t), echo(0, nil, 0)); err != nil { // its reply grants the credits
-			t.Fatal(err)
-		}
-		slots := tr.conn.Load().params.Slots
-		var wg sync.WaitGroup
-		for range slots {
-			wg.Go(func() {
-				if err := tr.Call(testContext(t), echo(1, fill(0, payload), payload)); err != nil {
-					t.Error(err)
-				}
-			})
-		}
-		kit.Eventually(t, "calls at the server", func() bool {
-			return arrived.Load() == int64(slots) || tr.Stats().FailedMarshal > 0
-		})
-		close(all)
-		wg.Wait()
-		s := tr.Stats()
-		used := 1 + c.slots*c.perCall
-		if slots != c.slots || s.MapErrors != 0 || s.FailedMarshal != 0 || s.MRsTotal != uint64(used) {
-			t.Errorf("depth %d, limit %d: got %d slots, %d map errors, %d failed marshals, %d MRs; want %d, 0, 0, %d",
-				c.depth, c.limit, slots, s.MapErrors, s.FailedMarshal, s.MRsTotal, c.slots, used)
-		}
-		tr.Close()
 	}
 }
 

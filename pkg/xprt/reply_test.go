@@ -7,6 +7,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/hashicorp/go-hclog"
 
@@ -134,6 +135,7 @@ func TestReplyMustMatchCall(t *testing.T) {
 			if err := b.tr.Call(t.Context(), m); !c.want(err) || err == nil && m.ResultDataLen != c.data {
 				t.Errorf("%s: got %v, %d bytes of data", c.name, err, m.ResultDataLen)
 			}
+			sleep(time.Millisecond) // for the next connection after a timeout
 			s := b.tr.Stats()
 			bad := c.want(&ProtocolError{}) || c.want(&ServerError{}) || strings.Contains("wrong version backward call",
 				c.name)

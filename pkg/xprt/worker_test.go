@@ -12,7 +12,6 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
 // TestFailedCompletionsAreLogged makes LOCAL_INVs fail. Each failure must be logged once, with its
@@ -25,20 +24,11 @@ func TestFailedCompletionsAreLogged(t *testing.T) {
 		c.Provider, c.Logger = p, hclog.New(&hclog.LoggerOptions{Output: &log, Level: hclog.Error,
 			Mutex: &sync.Mutex{}})
 	})
-	var wg sync.WaitGroup
-	for range 4 {
-		wg.Go(func() {
-			for range 30 {
-				buf := make([]byte, 9000)
-				var r nfs3.ReadResult
-				if err := nfs3.NewClient(tr, nfs3.Options{}).Read(testContext(t), noCred, testFH(t), 0, buf,
-					&r); err != nil {
-					t.Error(err)
-				}
-			}
-		})
+	for range 30 {
+		if err := tr.Call(testContext(t), readOf(9000)); err != nil {
+			t.Error(err)
+		}
 	}
-	wg.Wait()
 	tr.Close()
 	lines := strings.Count(log.String(), "\n")
 	injected := p.Counts()[0].Injected
