@@ -24,8 +24,6 @@ NORACE_TESTS := TestCallsDoNotAllocate TestDirectRequestsDoNotAllocate TestMount
                 TestGuestRequestsDoNotAllocate TestFleet
 # Modules for themselves, because only their tests need Helm, a browser or plots.
 TEST_MODULES := test/kubernetes test/monitoring
-# Switches FUSE over io_uring on, on kernels that have it, while a command runs.
-WITH_URING := test/with-uring
 # The rdma-core provider needs a C compiler and the headers of rdma-core. The program opens the
 # libraries at run time, so it also runs on hosts without them.
 RDMACORE := $(if $(and $(wildcard /usr/include/rdma/rdma_cma.h),$(shell command -v $${CC:-gcc})),-tags rdmacore)
@@ -67,16 +65,13 @@ deps: $(NFPM)
 # process outlives its test. Those that take longest start first. The timeouts are for one package:
 # two to three times what the slowest one needs on an idle machine with two processors.
 test: deps
-	$(WITH_URING) env NFSRDMAD_LAB=0 $(GO) test -race $$(test -e /usr/include/rdma/rdma_cma.h && echo -tags rdmacore) \
+	NFSRDMAD_LAB=0 $(GO) test -race $$(test -e /usr/include/rdma/rdma_cma.h && echo -tags rdmacore) \
 	  -exec $(CURDIR)/test/isolate -timeout 20m ./test/integration ./pkg/fusefs ./cmd/nfsrdmad ./...
 	# The programs run in other processes, so the race detector would see the tests only.
 	for m in $(TEST_MODULES); do cd $(CURDIR)/$$m && NFSRDMAD_LAB=0 $(GO) test -exec $(CURDIR)/test/isolate \
 	  -timeout 10m ./... || exit; done
-	# The tests of the file system again, over io_uring. The race detector has seen them above.
-	NFSRDMAD_TEST_FRONT=uring $(WITH_URING) env NFSRDMAD_LAB=0 $(GO) test -skip Takeover -exec $(CURDIR)/test/isolate \
-	  -timeout 10m ./pkg/fusefs
 	# Not possible under the race detector.
-	out=$$($(WITH_URING) env NFSRDMAD_LAB=0 $(GO) test -v -run 'DoNotAllocate$$|^TestFleet$$' -exec $(CURDIR)/test/isolate \
+	out=$$(NFSRDMAD_LAB=0 $(GO) test -v -run 'DoNotAllocate$$|^TestFleet$$' -exec $(CURDIR)/test/isolate \
 	  ./pkg/nfs3 ./pkg/front ./pkg/fusefs ./pkg/virtiofs ./pkg/xprt); echo "$$out"; \
 	  for t in $(NORACE_TESTS); do grep -q "^--- PASS: $$t " <<< "$$out" || { echo "$$t did not pass"; exit 1; }; done
 
@@ -134,7 +129,7 @@ soak: test-programs lab
 	NFSRDMAD_DIFFERENTIAL=15m $(GO) test -run '^TestDifferential$$' -v -count 1 -timeout 2h ./test/integration
 	NFSRDMAD_POWER=400 $(GO) test -run '^(TestPowerFailure|TestPowerDaemon)$$' -v -count 1 -timeout 6h \
 	  ./test/integration
-	$(WITH_URING) env NFSRDMAD_LAB=1 NFSRDMAD_RESTARTS=20 NFSRDMAD_KILLS=1000 $(GO) test -v -count 1 -exec $(CURDIR)/test/isolate -timeout 2h ./test/restart
+	NFSRDMAD_LAB=1 NFSRDMAD_RESTARTS=20 $(GO) test -v -count 1 -exec $(CURDIR)/test/isolate -timeout 2h ./test/restart
 	NFSRDMAD_VIRTIOFS_KILLS=2000 $(GO) test -run '^(TestKillAtRandomTimes|TestKillAtSteps)$$' -v -count 1 -exec $(CURDIR)/test/isolate -timeout 2h ./pkg/virtiofs
 	NFSRDMAD_LAB=1 NFSRDMAD_POWER=200 $(GO) test -run '^TestServers$$/softiwarp$$/^power_failures$$' -v -timeout 6h \
 	  -exec $(CURDIR)/test/isolate ./test/lab/knfsd

@@ -268,7 +268,7 @@ func fullSnapshot() metrics.Snapshot {
 	phases[0].Observe(&spent)
 	files := new(fusefs.Counters)
 	files.Ops[fusefs.OpRead].Add(1)
-	return metrics.Snapshot{Front: "devfuse", Connections: []metrics.Connection{{}},
+	return metrics.Snapshot{Connections: []metrics.Connection{{}},
 		Transport: stats.Transport{Connections: map[string]uint64{stats.Connected: 1},
 			MRStates: map[string]uint64{"valid": 1}},
 		Files: files, State: &fusefs.StateStats{Records: map[string]uint64{"files": 1}}, Locks: new(nlm.Counters),

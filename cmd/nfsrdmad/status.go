@@ -98,11 +98,6 @@ func printMount(w io.Writer, m *control.MountStatus, now time.Time) {
 	if m.ProviderReason != "" {
 		item(w, "provider", m.Provider+": "+printable(m.ProviderReason), " ")
 	}
-	if m.FrontReason != "" {
-		item(w, "front", m.Front+": "+printable(m.FrontReason), " ")
-	} else if m.Front != "" {
-		item(w, "front", m.Front, " ")
-	}
 	if m.Failure != "" {
 		item(w, "failure", printable(m.Failure), " ")
 	}

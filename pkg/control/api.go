@@ -104,10 +104,6 @@ type MountInfo struct {
 	Provider string     `json:"provider,omitempty"`
 	// ProviderReason is the reason for the choice of the provider.
 	ProviderReason string `json:"provider_reason,omitempty"`
-	// Front is how requests of programs reach the file system: devfuse, uring or virtiofs.
-	Front string `json:"front,omitempty"`
-	// FrontReason is why Front is not what the options say.
-	FrontReason string `json:"front_reason,omitempty"`
 	// FaultInjection is the fault injection plan of this mount; "" for none.
 	FaultInjection string `json:"fault_injection,omitempty"`
 	Failure        string `json:"failure,omitempty"` // internal error of a failed mount

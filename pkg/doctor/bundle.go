@@ -350,7 +350,7 @@ var kernelFiles = []string{
 	"/proc/sys/net/core/rmem_max", "/proc/sys/net/core/wmem_max", "/proc/sys/net/ipv4/tcp_rmem",
 	"/proc/sys/net/ipv4/tcp_wmem", "/proc/sys/net/ipv4/tcp_congestion_control", "/proc/sys/vm/dirty_ratio",
 	"/proc/sys/vm/dirty_background_ratio", "/proc/sys/vm/overcommit_memory", "/proc/sys/vm/max_map_count",
-	"/proc/sys/kernel/io_uring_disabled", "/sys/module/fuse/parameters/*", "/sys/fs/fuse/connections/*/waiting",
+	"/sys/module/fuse/parameters/*", "/sys/fs/fuse/connections/*/waiting",
 	"/sys/kernel/security/lsm", "/sys/kernel/mm/transparent_hugepage/enabled",
 }
 

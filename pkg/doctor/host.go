@@ -10,9 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/kernelfault"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/front"
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
@@ -40,7 +38,6 @@ func (h *host) steps(ctx context.Context) []step {
 	return append([]step{
 		{name: "privilege", needed: true, run: h.privilege},
 		{name: "kernel", run: h.kernel},
-		{name: "front-uring", run: h.uring},
 		{name: "softiwarp", run: func(context.Context) finding { return ok("built in; needs only TCP") }},
 		{name: "rdma-libraries", needed: card, run: h.libraries},
 		{name: "rdma-devices", needs: []string{"rdma-libraries"}, needed: card, run: h.rdmaDevices},
@@ -66,14 +63,13 @@ var features = []struct {
 }{
 	{6, 6, "no option writeback"},
 	{6, 9, "requests of a killed daemon are kept in shared memory instead of being sent again by the kernel"},
-	{6, 14, "no option front=uring"},
 }
 
 func (h *host) kernel(context.Context) finding {
-	release := kernelfault.Release()
+	release := kernelRelease()
 	var missing []string
 	for _, f := range features {
-		if !kernelfault.AtLeast(release, f.major, f.minor) {
+		if !atLeast(release, f.major, f.minor) {
 			missing = append(missing, fmt.Sprintf("before Linux %d.%d: %s", f.major, f.minor, f.without))
 		}
 	}
@@ -83,19 +79,23 @@ func (h *host) kernel(context.Context) finding {
 	return warn("use a newer kernel if you need these functions", "Linux %s; %s", release, strings.Join(missing, "; "))
 }
 
-// uring checks what the mount option front=uring needs.
-func (h *host) uring(context.Context) finding {
-	if err := front.URingAvailable(); err != nil && h.cfg.Options.WantsURing() {
-		return fail(err, "")
-	} else if err != nil {
-		return skip("not used: %v", err)
+// kernelRelease returns the release of the running kernel, or "" if it is unknown.
+func kernelRelease() string {
+	var name unix.Utsname
+	if err := unix.Uname(&name); err != nil {
+		return ""
 	}
-	if err := front.URingWarning(); err != nil {
-		f := fail(err, "")
-		f.result, f.text = Warning, "FUSE over io_uring is available; "+f.text
-		return f
+	return unix.ByteSliceToString(name.Release[:])
+}
+
+// atLeast reports whether a kernel is of the release major.minor or later. The name begins with two
+// numbers, for example 6.12.117+deb12-amd64 or 6.19-amd64. atLeast reports false for other names.
+func atLeast(name string, major, minor int) bool {
+	var gotMajor, gotMinor int
+	if n, err := fmt.Sscanf(name, "%d.%d", &gotMajor, &gotMinor); n != 2 || err != nil {
+		return false
 	}
-	return ok("FUSE over io_uring is available")
+	return gotMajor > major || gotMajor == major && gotMinor >= minor
 }
 
 func (h *host) libraries(context.Context) finding {

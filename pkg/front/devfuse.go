@@ -35,8 +35,6 @@ const (
 type DevFuse struct {
 	*Handler
 	dev      *Device
-	rings    *rings         // nil without FUSE over io_uring
-	refused  error          // why rings is nil for NewURing
 	requests *requestMemory // nil without KeepRequests
 	resumed  bool           // by Resume
 	bufSize  int            // of a buffer for read(2)
@@ -45,7 +43,6 @@ type DevFuse struct {
 
 	workers      sync.WaitGroup
 	disconnected atomic.Bool
-	gone         chan struct{} // closed with disconnected
 
 	readers struct {
 		sync.Mutex
@@ -65,7 +62,7 @@ type DevFuse struct {
 func NewDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, error) {
 	s := newDevFuse(dev, fs, opts)
 	var err error
-	if closed := dev.Use(func(fd int) { err = s.negotiate(fd, nil) }); closed != nil {
+	if closed := dev.Use(func(fd int) { err = s.negotiate(fd) }); closed != nil {
 		err = closed
 	}
 	if err != nil {
@@ -85,31 +82,11 @@ func NewDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, 
 // INTERRUPT for them comes again, too. The kernel drops a request that waits to be sent again when
 // the caller of the request is killed. Linux before 6.9 cannot send requests again: Resume without
 // mem returns ErrNoResend.
-//
-// A connection of NewURing continues with io_uring. Requests that the other process received
-// through it are handled again, unless their replies were complete. If the other process ended with
-// Park, no request is lost. If it was killed, a call that the kernel was about to give to it can
-// fail with ECANCELED.
-func Resume(dev *Device, fs FileSystem, opts *fuse.MountOptions, init []byte, mem *os.File, ropts URingOptions) (
-	*DevFuse, error) {
-	var magic uint64
-	if mem != nil {
-		var err error
-		if magic, err = memoryMagic(mem); err != nil {
-			return nil, fmt.Errorf("resume a FUSE connection: %w", err)
-		}
-	}
-	if magic == ringMagic {
-		withURing := *opts
-		withURing.ExtraCapabilities |= fuse.CAP_OVER_IO_URING
-		opts = &withURing
-	}
+func Resume(dev *Device, fs FileSystem, opts *fuse.MountOptions, init []byte, mem *os.File) (*DevFuse, error) {
 	s := newDevFuse(dev, fs, opts)
 	_, err := s.Negotiate(init)
 	switch {
 	case err != nil:
-	case magic == ringMagic:
-		err = s.resumeRings(mem, ropts)
 	case mem != nil:
 		s.requests, err = openRequestMemory(mem, s.bufSize)
 	case s.kernel.Flags64()&opts.ExtraCapabilities&fuse.CAP_HAS_RESEND == 0:
@@ -123,17 +100,12 @@ func Resume(dev *Device, fs FileSystem, opts *fuse.MountOptions, init []byte, me
 }
 
 // Memory returns a duplicate of the descriptor of the memory for Resume, or nil for a connection
-// without io_uring and KeepRequests. The caller closes it.
+// without KeepRequests. The caller closes it.
 func (s *DevFuse) Memory() (*os.File, error) {
-	var f *os.File
-	switch {
-	case s.rings != nil:
-		f = s.rings.mem.file
-	case s.requests != nil:
-		f = s.requests.file
-	default:
+	if s.requests == nil {
 		return nil, nil
 	}
+	f := s.requests.file
 	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
 		return nil, os.NewSyscallError("fcntl F_DUPFD_CLOEXEC", err)
@@ -163,24 +135,21 @@ func Unique(h *fuse.InHeader) uint64 { return h.Unique &^ resent }
 func newDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) *DevFuse {
 	page := os.Getpagesize()
 	bufSize := max(opts.MaxWrite+int(unsafe.Sizeof(fuse.WriteIn{})), minReadBuffer)
-	s := &DevFuse{Handler: NewHandler(fs, opts), dev: dev, gone: make(chan struct{}),
+	s := &DevFuse{Handler: NewHandler(fs, opts), dev: dev,
 		bufSize: (bufSize + page - 1) / page * page}
 	s.start = s.work
 	s.readers.max = min(max(runtime.GOMAXPROCS(0), 2), maxWaiting)
 	return s
 }
 
-// negotiate reads the first request, INIT, and replies. prepare, if not nil, can change the reply.
-func (s *DevFuse) negotiate(fd int, prepare func(*fuse.InitOut)) error {
+// negotiate reads the first request, INIT, and replies.
+func (s *DevFuse) negotiate(fd int) error {
 	in := make([]byte, s.bufSize)
 	n, err := readRequest(fd, in)
 	if err != nil {
 		return err
 	}
 	reply, initErr := s.Negotiate(in[:n])
-	if prepare != nil && len(reply) >= headerSize+int(unsafe.Sizeof(fuse.InitOut{})) {
-		prepare((*fuse.InitOut)(unsafe.Pointer(&reply[headerSize])))
-	}
 	if len(reply) > 0 {
 		if _, err := unix.Write(fd, reply); err != nil {
 			return fmt.Errorf("reply to INIT: %w", err)
@@ -204,12 +173,8 @@ func (s *DevFuse) Serve() {
 		s.readers.waiting++
 		s.workers.Add(1)
 		go s.start()
-		if s.rings != nil {
-			s.serveRings()
-		}
 		s.workers.Wait()
 	})
-	s.rings.close()
 	s.requests.close()
 }
 
@@ -375,7 +340,6 @@ func readRequest(fd int, buf []byte) (int, error) {
 func (s *DevFuse) retry(err error) bool {
 	if errors.Is(err, unix.ENODEV) || errors.Is(err, unix.ECONNABORTED) {
 		if s.disconnected.CompareAndSwap(false, true) {
-			close(s.gone)
 			s.fs.Disconnected()
 		}
 		return false
@@ -393,15 +357,13 @@ func (w *worker) SendPlaced([]byte, int) { panic("front: reply with data that ha
 
 // Send sends a reply: a header, and data that may be empty.
 func (w *worker) Send(reply []byte, data [][]byte) {
-	if w.s.rings != nil || w.s.requests != nil {
+	if w.s.requests != nil {
 		unique := binary.NativeEndian.Uint64(reply[8:])
 		if isInterruptRetry(reply) {
 			w.s.workers.Go(func() { w.s.earlyInterrupt(unique &^ interruptBit) })
 			return
 		}
-	}
-	if w.s.requests != nil { // the mark is not from the kernel
-		binary.NativeEndian.PutUint64(reply[8:], binary.NativeEndian.Uint64(reply[8:])&^resent)
+		binary.NativeEndian.PutUint64(reply[8:], unique&^resent) // the mark is not from the kernel
 	}
 	if len(data) == 0 {
 		_, err := unix.Write(w.s.fd, reply)

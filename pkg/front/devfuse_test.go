@@ -37,9 +37,7 @@ func open(t testing.TB, path string, flags int) int {
 	return fd
 }
 
-func TestReadData(t *testing.T) { onEachFront(t, testReadData) }
-
-func testReadData(t *testing.T, mount mountFunc) {
+func TestReadData(t *testing.T) {
 	fs := newTestFS()
 	m := mount(t, fs)
 	for _, flags := range []int{unix.O_RDONLY, unix.O_RDONLY | unix.O_DIRECT} {
@@ -61,14 +59,9 @@ func testReadData(t *testing.T, mount mountFunc) {
 			}
 		}
 	}
-	if n := fs.placed.Load(); n > 0 != m.front.URing() {
-		t.Errorf("READs whose data went to memory of the front: got %d; io_uring %t", n, m.front.URing())
-	}
 }
 
-func TestRequestsOfManySizes(t *testing.T) { onEachFront(t, testRequestsOfManySizes) }
-
-func testRequestsOfManySizes(t *testing.T, mount mountFunc) {
+func TestRequestsOfManySizes(t *testing.T) {
 	fs := newTestFS()
 	fs.link = strings.Repeat("l", 4000)
 	m := mount(t, fs)
@@ -94,9 +87,7 @@ func testRequestsOfManySizes(t *testing.T, mount mountFunc) {
 }
 
 // TestSlowRequestsBlockNoOther holds many requests and sends others meanwhile.
-func TestSlowRequestsBlockNoOther(t *testing.T) { onEachFront(t, testSlowRequestsBlockNoOther) }
-
-func testSlowRequestsBlockNoOther(t *testing.T, mount mountFunc) {
+func TestSlowRequestsBlockNoOther(t *testing.T) {
 	const slow = 100
 	fs := newTestFS()
 	release := make(chan struct{})
@@ -336,16 +327,11 @@ func newKernel(t testing.TB) *kernel {
 }
 
 // serve starts a front for the connection, which ends with the test.
-func (k *kernel) serve(fs *testFS) *DevFuse {
-	k.t.Helper()
-	return k.serveFront(fs, newDevFuseFront)
-}
-
-func (k *kernel) serveFront(fs *testFS, newFront newFront) *DevFuse {
+func (k *kernel) serve(fs *testFS) {
 	k.t.Helper()
 	in := fuse.InitIn{Major: 7, Minor: 45, MaxReadAhead: 1 << 20, Flags: fuse.CAP_ASYNC_READ}
 	k.send(26, 1, bytesOf(&in)[unsafe.Sizeof(in.InHeader):])
-	s, err := newFront("", k.dev, fs, options(k.log))
+	s, err := NewDevFuse(k.dev, fs, options(k.log))
 	must(k.t, err)
 	if errno, _ := k.receive(1); errno != 0 {
 		k.t.Fatalf("INIT: %v", errno)
@@ -362,7 +348,6 @@ func (k *kernel) serveFront(fs *testFS, newFront newFront) *DevFuse {
 		must(k.t, k.dev.Close())
 		fs.checkDone(k.t)
 	})
-	return s
 }
 
 // send sends a request.
@@ -757,7 +742,6 @@ func BenchmarkRequest(b *testing.B) {
 		}
 	}
 	b.Run("devfuse", func(b *testing.B) { run(b, mount(b, fs).dir) })
-	b.Run("uring", func(b *testing.B) { run(b, mountURing(b, fs).dir) })
 	b.Run("go-fuse", func(b *testing.B) {
 		dir := b.TempDir()
 		opts := options(&logBuffer{})

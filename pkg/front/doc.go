@@ -12,12 +12,8 @@
 //	helpermain.go  RunHelper: the helper process
 //	handler.go     Handler: handles requests, whatever transports them
 //	devfuse.go     DevFuse: reads requests from a Device and writes replies
-//	uring.go       DevFuse with FUSE over io_uring: queues and their entries
-//	entry.go       one entry of a queue, which handles requests on its own thread
-//	ringmem.go     the memory of entries, which another process can take over
-//	iouring.go     one io_uring
 //	reqmem.go      the memory of requests, for kernels that cannot send them again
-//	interrupt.go   interrupts of requests that came through io_uring
+//	interrupt.go   interrupts that come before their requests
 //	direct.go      the operations that are handled without go-fuse
 //
 // # Goroutines
@@ -28,23 +24,6 @@
 //
 // Two goroutines belong to each run of a helper: one receives replies, and one waits for the end of
 // the process.
-//
-// # FUSE over io_uring
-//
-// The kernel has a queue of entries for each possible CPU. A request goes to an entry of the queue
-// of the CPU on which its caller runs, and occupies the entry until the reply. One command replies
-// and waits for the next request. Each entry has its own io_uring and its own locked thread,
-// because only the thread that submits a command gets the result. FORGET, INTERRUPT and
-// notifications still use /dev/fuse.
-//
-//   - When all entries of a queue have a request, the queue gets another entry. The kernel gives it
-//     only to a new request: those that wait get an entry after a reply. DevFuse.kick therefore
-//     makes the kernel send a request to the queue, with FUSE_NOTIFY_RETRIEVE from a thread on its
-//     CPU.
-//   - Entries stay until the connection ends: the kernel may give a request to one at any time.
-//     With maxEntries, further requests wait in the kernel.
-//   - The kernel sends no INTERRUPT for a signal that came before it had copied the request.
-//     DevFuse.watchSignals therefore looks at the callers of requests that take long.
 //
 // # Takeover
 //
@@ -61,11 +40,6 @@
 // are in shared memory. The next process handles the requests there again for which the kernel
 // still waits.
 //
-// With io_uring the requests and replies are in shared memory, at addresses that stay the same. The
-// next process handles a request that has no complete reply, sends a reply that is complete, and
-// registers the other entries again. A process that ends by plan calls Park. The kernel ends a
-// request with ECANCELED when it gives the request to a thread that was killed.
-//
 // # Helper process
 //
 // In write(2) of a notification, the kernel may wait for requests that the daemon must answer: for
@@ -73,10 +47,9 @@
 // interrupted. A process that is killed with a thread there does not exit, so a service manager
 // does not start the next process, and the request has no answer.
 //
-// Device.UseHelper therefore starts a process that sends the notifications. It also makes the calls
-// of statfs(2) that io_uring needs (kick, Park). It has only the device and a socket. When the
-// daemon ends, the socket is closed, and the helper ends, except for threads that wait in the
-// kernel. These end after the next daemon has answered the requests.
+// Device.UseHelper therefore starts a process that sends the notifications. It has only the
+// device and a socket. When the daemon ends, the socket is closed, and the helper ends, except for
+// threads that wait in the kernel. These end after the next daemon has answered the requests.
 //
 // A helper that is killed while a thread waits keeps its socket open. The daemon therefore sends a
 // ping each second while notifications are in progress, and gives the helper up without reply.

@@ -50,15 +50,11 @@ const (
 	opRead        = 15
 	opWrite       = 16
 	opRelease     = 18
-	opFsync       = 20
 	opGetXAttr    = 22
 	opListXAttr   = 23
 	opFlush       = 25
 	opInit        = 26
 	opReadDir     = 28
-	opGetLk       = 31
-	opSetLk       = 32
-	opSetLkw      = 33
 	opInterrupt   = 36
 	opIoctl       = 39
 	opNotifyReply = 41

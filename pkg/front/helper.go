@@ -43,21 +43,19 @@ const (
 //	     0      8  number of the request
 //	     8      4  flags
 //	    12      4  zero
-//	    16         the message to the kernel; without one, the helper only replies; with flagTouch
-//	               the number of a CPU (4 bytes) and a path
+//	    16         the message to the kernel; without one, the helper only replies
 //
 // The helper replies:
 //
 //	offset  bytes  field
 //	     0      8  number of the request
-//	     8      4  errno of write(2) to the kernel or of statfs(2), or 0
+//	     8      4  errno of write(2) to the kernel, or 0
 //	    12      4  zero
 const (
 	requestHeader = 16
 	replySize     = 16
-	// flagUnreadable is set for notification.unreadable, and flagTouch for notification.touch.
+	// flagUnreadable is set for notification.unreadable.
 	flagUnreadable = 1
-	flagTouch      = 2
 	// maxNotification is larger than any notification that the kernel accepts, except for
 	// FUSE_NOTIFY_STORE with much data.
 	maxNotification = 2 * unix.PathMax
@@ -286,9 +284,6 @@ func (p *helperProcess) call(n *notification) error {
 	var flags uint32
 	if n.unreadable {
 		flags |= flagUnreadable
-	}
-	if n.touch {
-		flags |= flagTouch
 	}
 	b := make([]byte, requestHeader, requestHeader+len(n.message))
 	binary.NativeEndian.PutUint64(b, number)

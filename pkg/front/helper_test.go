@@ -380,20 +380,9 @@ func TestCloseEndsConnection(t *testing.T) {
 	}
 }
 
-// A stuckFS answers neither READ nor STATFS.
-type stuckFS struct {
-	*testFS
-	began func()
-}
-
-func (fs *stuckFS) StatFs(<-chan struct{}, *fuse.InHeader, *fuse.StatfsOut) fuse.Status {
-	fs.began()
-	select {}
-}
-
-// getStuck serves the connection of descriptor 3 until it is killed. It answers neither READ nor
-// STATFS. It writes the INIT request to descriptor 4. When a notification waits for a READ, or
-// touch for the STATFS, it writes the pid of the helper to descriptor 5.
+// getStuck serves the connection of descriptor 3 until it is killed. It answers no READ. It writes
+// the INIT request to descriptor 4. When a notification waits for a READ, getStuck writes the pid
+// of the helper to descriptor 5.
 func getStuck(mode string) error {
 	signal.Ignore(unix.SIGPIPE)
 	dev, err := DeviceOf(os.NewFile(3, "fuse"))
@@ -401,9 +390,10 @@ func getStuck(mode string) error {
 		return err
 	}
 	began := make(chan struct{})
-	fs := &stuckFS{newTestFS(), sync.OnceFunc(func() { close(began) })}
+	begin := sync.OnceFunc(func() { close(began) })
+	fs := newTestFS()
 	fs.read = func(<-chan struct{}, *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
-		fs.began()
+		begin()
 		select {}
 	}
 	s, err := NewDevFuse(dev, fs, resumeOptions())
@@ -423,19 +413,14 @@ func getStuck(mode string) error {
 		pid = helperPID(dev)
 	}
 	go s.Serve()
-	if dir, ok := strings.CutPrefix(mode, "stuck:"); ok {
-		go dev.touch(0, dir, nil)
-		<-began
-	} else {
-		<-began
-		result := make(chan error, 1)
-		go func() { result <- dev.InvalInode(fileNode, 0, 0) }()
-		for !waitsInKernel(pid) {
-			time.Sleep(time.Millisecond)
-		}
-		if len(result) > 0 {
-			return fmt.Errorf("notification ended: %w", <-result)
-		}
+	<-began
+	result := make(chan error, 1)
+	go func() { result <- dev.InvalInode(fileNode, 0, 0) }()
+	for !waitsInKernel(pid) {
+		time.Sleep(time.Millisecond)
+	}
+	if len(result) > 0 {
+		return fmt.Errorf("notification ended: %w", <-result)
 	}
 	if _, err := fmt.Fprintln(os.NewFile(5, "stuck"), pid); err != nil {
 		return err
@@ -485,40 +470,9 @@ func waitFor(c *exec.Cmd) <-chan error {
 	return ended
 }
 
-// TestTouchWithoutHelper checks that touch makes its call in this process when no helper can be
-// started, and that it ends with the connection.
-func TestTouchWithoutHelper(t *testing.T) {
-	fs := newTestFS()
-	m := mount(t, fs)
-	next := useHelper(t, m.dev)
-	h := m.dev.helper.Load()
-	must(t, unix.Kill(next, unix.SIGKILL))
-	await(t, "the end of the helper", func() bool { return !h.process.runs() })
-	h.mu.Lock()
-	h.started, h.command = time.Time{}, []string{"/nonexistent"}
-	h.mu.Unlock()
-	gone := make(chan struct{})
-	close(gone)
-	start := time.Now()
-	m.dev.touch(0, m.dir, gone)
-	if d := time.Since(start); d > restartPause/2 {
-		t.Errorf("touch after the end of the connection took %v", d)
-	}
-	before := fs.statfs.Load()
-	m.dev.touch(0, m.dir, nil)
-	if n := fs.statfs.Load() - before; n != 1 {
-		t.Errorf("got %d STATFS requests, want 1", n)
-	}
-}
-
-// TestKilledOwnerExits kills the process that serves a mount while a notification, or touch, waits
-// for a reply of this process. The process must exit, and the next one must serve the mount.
+// TestKilledOwnerExits kills the process that serves a mount while a notification waits for a reply
+// of this process. The process must exit, and the next one must serve the mount.
 func TestKilledOwnerExits(t *testing.T) {
-	t.Run("notification", func(t *testing.T) { testKilledOwnerExits(t, false) })
-	t.Run("touch", func(t *testing.T) { testKilledOwnerExits(t, true) })
-}
-
-func testKilledOwnerExits(t *testing.T, touch bool) {
 	kit.NeedsFUSE(t)
 	dir := t.TempDir()
 	dev, err := OpenDevice()
@@ -536,21 +490,14 @@ func testKilledOwnerExits(t *testing.T, touch bool) {
 	must(t, err)
 	defer stuckEnd.Close()
 	owner := exec.Command("/proc/self/exe")
-	mode := "stuck"
-	if touch {
-		mode += ":" + dir
-	}
-	owner.Env = append(os.Environ(), serverEnv+"="+mode)
+	owner.Env = append(os.Environ(), serverEnv+"=stuck")
 	owner.Stderr = os.Stderr
 	owner.ExtraFiles = []*os.File{kept, initWrite, stuckWrite}
 	must(t, owner.Start())
 	must(t, errors.Join(initWrite.Close(), stuckWrite.Close()))
 	init, err := io.ReadAll(initEnd)
 	must(t, err)
-	var read <-chan error
-	if !touch {
-		read = waitFor(startCall(t, "read "+dir+"/data"))
-	}
+	read := waitFor(startCall(t, "read "+dir+"/data"))
 	var pid int
 	must(t, stuckEnd.SetReadDeadline(time.Now().Add(testTimeout)))
 	_, err = fmt.Fscanln(stuckEnd, &pid)
@@ -560,21 +507,19 @@ func testKilledOwnerExits(t *testing.T, touch bool) {
 	ended := waitFor(owner)
 	select {
 	case <-ended:
-	case <-time.After(2 * time.Second):
-		t.Error("killed process did not exit within 2 s")
+	case <-time.After(testTimeout):
+		t.Error("the killed process did not exit")
 	}
 	if len(read) > 0 {
 		t.Errorf("read without a server: got %v", <-read)
 	}
-	next := startServer(t, kept, dir, "devfuse", &testServer{init: init})
-	if !touch {
-		select {
-		case err := <-read:
-			must(t, err)
-		case <-time.After(testTimeout):
-			t.Error("read did not end after the resumption")
-			_ = unix.Unmount(dir, unix.MNT_FORCE)
-		}
+	next := startServer(t, kept, "devfuse", &testServer{init: init})
+	select {
+	case err := <-read:
+		must(t, err)
+	case <-time.After(testTimeout):
+		t.Error("read did not end after the resumption")
+		_ = unix.Unmount(dir, unix.MNT_FORCE)
 	}
 	await(t, "the earlier helper to end", func() bool { return isGone(pid) })
 	must(t, unix.Unmount(dir, unix.MNT_DETACH))

@@ -93,12 +93,7 @@ func handleNotification(request []byte) {
 	var errno syscall.Errno
 	if len(request) > requestHeader {
 		flags, message := binary.NativeEndian.Uint32(request[8:]), request[requestHeader:]
-		var err error
-		if flags&flagTouch != 0 {
-			err = touchMessage(message)
-		} else {
-			err = writeNotification(helperDeviceFD, message, flags&flagUnreadable != 0)
-		}
+		err := writeNotification(helperDeviceFD, message, flags&flagUnreadable != 0)
 		if err != nil && !errors.As(err, &errno) {
 			errno = unix.EIO
 		}

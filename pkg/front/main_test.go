@@ -62,10 +62,9 @@ const (
 type testFS struct {
 	fuse.RawFileSystem
 
-	// read handles READs, flush handles FLUSHs, and lookup is called for each LOOKUP, if not nil.
+	// read handles READs, and lookup is called for each LOOKUP, if not nil.
 	read   func(cancel <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status)
 	lookup func(cancel <-chan struct{}, in *fuse.InHeader) fuse.Status
-	flush  func(cancel <-chan struct{}) fuse.Status
 	delay  time.Duration // of a LOOKUP
 
 	link         string
@@ -73,8 +72,6 @@ type testFS struct {
 	keepReplied  bool
 	mode         atomic.Uint32 // of the file
 	lookups      atomic.Int32
-	statfs       atomic.Int32
-	placed       atomic.Int32 // READs whose data went to the memory of the transport
 	disconnected atomic.Int32
 	end          chan struct{} // closed by Disconnected
 	warnings     logBuffer
@@ -124,11 +121,6 @@ func (fs *testFS) Lookup(cancel <-chan struct{}, in *fuse.InHeader, name string,
 	return fuse.OK
 }
 
-func (fs *testFS) StatFs(<-chan struct{}, *fuse.InHeader, *fuse.StatfsOut) fuse.Status {
-	fs.statfs.Add(1)
-	return fuse.OK
-}
-
 // Create makes a file that Lookup does not find.
 func (fs *testFS) Create(_ <-chan struct{}, _ *fuse.CreateIn, _ string, out *fuse.CreateOut) fuse.Status {
 	out.NodeId = createdNode
@@ -150,12 +142,7 @@ func (fs *testFS) Open(_ <-chan struct{}, in *fuse.OpenIn, _ *fuse.OpenOut) fuse
 	return fuse.OK
 }
 
-func (fs *testFS) Flush(cancel <-chan struct{}, _ *fuse.FlushIn) fuse.Status {
-	if fs.flush == nil {
-		return fuse.OK
-	}
-	return fs.flush(cancel)
-}
+func (fs *testFS) Flush(<-chan struct{}, *fuse.FlushIn) fuse.Status { return fuse.OK }
 
 func (fs *testFS) Readlink(<-chan struct{}, *fuse.InHeader) ([]byte, fuse.Status) {
 	return []byte(fs.link), fuse.OK
@@ -188,7 +175,6 @@ func (fs *testFS) ReadTo(cancel <-chan struct{}, in *fuse.ReadIn, place [][]byte
 	if place == nil {
 		return 0, fs.data(in), fuse.OK
 	}
-	fs.placed.Add(1)
 	data := fileData(int64(in.Offset), int(in.Size))
 	n := 0
 	for _, p := range place {
@@ -322,41 +308,7 @@ type testMount struct {
 	served chan struct{} // closed when Serve has returned
 }
 
-// A mountFunc mounts a testFS through one front.
-type mountFunc func(testing.TB, *testFS) *testMount
-
-func onEachFront(t *testing.T, test func(*testing.T, mountFunc)) {
-	t.Run("devfuse", func(t *testing.T) { test(t, mount) })
-	t.Run("uring", func(t *testing.T) { test(t, mountURing) })
-}
-
 func mount(t testing.TB, fs *testFS) *testMount {
-	t.Helper()
-	return mountFront(t, fs, newDevFuseFront)
-}
-
-func mountURing(t testing.TB, fs *testFS) *testMount {
-	t.Helper()
-	kit.NeedsURing(t)
-	m := mountFront(t, fs, newURingFront)
-	if err := m.front.Refused(); err != nil || !m.front.URing() {
-		t.Fatalf("front: got io_uring %t, refused: %v", m.front.URing(), err)
-	}
-	return m
-}
-
-// A newFront makes the front of a mount at dir.
-type newFront func(dir string, dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, error)
-
-func newDevFuseFront(_ string, dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, error) {
-	return NewDevFuse(dev, fs, opts)
-}
-
-func newURingFront(dir string, dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, error) {
-	return NewURing(dev, fs, opts, URingOptions{Dir: dir})
-}
-
-func mountFront(t testing.TB, fs *testFS, newFront newFront) *testMount {
 	t.Helper()
 	kit.NeedsFUSE(t)
 	m := &testMount{dir: t.TempDir(), log: &logBuffer{}, served: make(chan struct{})}
@@ -365,7 +317,7 @@ func mountFront(t testing.TB, fs *testFS, newFront newFront) *testMount {
 		t.Fatal(err)
 	}
 	must(t, m.dev.Use(func(fd int) { mountTest(t, m.dir, fd) }))
-	if m.front, err = newFront(m.dir, m.dev, fs, options(m.log)); err != nil {
+	if m.front, err = NewDevFuse(m.dev, fs, options(m.log)); err != nil {
 		t.Fatal(err)
 	}
 	go func() {

@@ -8,7 +8,6 @@ import (
 	"os"
 	"sync"
 	"syscall"
-	"time"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
@@ -20,9 +19,7 @@ type notification struct {
 	message []byte
 	// unreadable appends one byte that the kernel cannot read.
 	unreadable bool
-	// touch means that message is that of touch: a helper makes a call instead.
-	touch bool
-	waits waitKind
+	waits      waitKind
 }
 
 // A waitKind says what the kernel may wait for while it handles a notification.
@@ -117,49 +114,6 @@ func (d *Device) resend() error { return d.notifyHere(newNotification(waitsNever
 
 // notifyResend is FUSE_NOTIFY_RESEND of include/uapi/linux/fuse.h.
 const notifyResend = -7
-
-// touch makes the kernel send a request of statfs(2) about dir to the queue of a CPU. It returns
-// when the request has a reply, or after the end of the connection, when gone is closed.
-//
-// A killed process would not exit while it waits for a reply that it must send. So this process
-// makes the call only if there is no helper, and none can be started.
-func (d *Device) touch(cpu int, dir string, gone <-chan struct{}) {
-	n := &notification{message: append(binary.NativeEndian.AppendUint32(nil, uint32(cpu)), dir...), touch: true}
-	for tries := 0; ; tries++ {
-		select {
-		case <-gone:
-			return
-		default:
-		}
-		h := d.helper.Load()
-		if h == nil || tries == touchTries {
-			_ = touchMessage(n.message)
-			return
-		}
-		if err := h.notify(n); err != errNoHelper && err != ErrHelper {
-			return
-		}
-		select {
-		case <-gone:
-		case <-time.After(restartPause):
-		}
-	}
-}
-
-// touchTries bounds the attempts of touch to use a helper.
-const touchTries = 3
-
-// touchMessage makes the call of a message of touch.
-func touchMessage(message []byte) error {
-	if len(message) <= 4 {
-		return unix.EINVAL
-	}
-	err := error(unix.ENODEV)
-	onCPU(int(binary.NativeEndian.Uint32(message)), func() {
-		err = unix.Statfs(string(message[4:]), new(unix.Statfs_t))
-	})
-	return err
-}
 
 // notify sends a notification, through the helper if there is one.
 func (d *Device) notify(n *notification) error {

@@ -1,7 +1,6 @@
 package front
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"os"
@@ -266,13 +265,4 @@ func (s *DevFuse) isWaiting(unique uint64) bool {
 	var reply [headerSize]byte
 	_, err := unix.Write(s.fd, reply[:putError(reply[:], unique|interruptBit, unix.EAGAIN)])
 	return err != unix.ENOENT && err != unix.ENODEV
-}
-
-// memoryMagic returns what the memory of another process begins with.
-func memoryMagic(f *os.File) (uint64, error) {
-	var b [8]byte
-	if _, err := f.ReadAt(b[:], 0); err != nil {
-		return 0, err
-	}
-	return binary.NativeEndian.Uint64(b[:]), nil
 }

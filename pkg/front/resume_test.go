@@ -9,7 +9,6 @@ import (
 	"math/rand/v2"
 	"os"
 	"os/exec"
-	"os/signal"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -25,20 +24,16 @@ import (
 )
 
 // serverEnv makes the test binary serve the connection of descriptor 3. Its value is "new" or
-// "resume", and the INIT request goes through descriptor 4. The mount point follows after ":".
-// Descriptor 5 is the memory of the process before, if there is some. Other values are the mount
-// point for useForTest.
+// "resume", and the INIT request goes through descriptor 4. Descriptor 5 is the memory of the
+// process before, if there is some. Other values are the mount point for useForTest.
 const serverEnv = "NFSRDMAD_FRONT_TEST_SERVER"
 
-// frontEnv is the front of a server: "devfuse", "uring", or "requests" for DevFuse.KeepRequests.
+// frontEnv is the front of a server: "devfuse", or "requests" for DevFuse.KeepRequests.
 const frontEnv = "NFSRDMAD_FRONT_TEST_FRONT"
 
 // delayEnv is how long a server handles a request. A server that is killed should have requests in
 // progress.
 const delayEnv = "NFSRDMAD_FRONT_TEST_DELAY"
-
-// canceledEnv allows calls to fail with ECANCELED, see Resume.
-const canceledEnv = "NFSRDMAD_FRONT_TEST_CANCELED"
 
 func serveForTest(mode string) error {
 	dev, err := newDevice(3)
@@ -57,52 +52,38 @@ func serveForTest(mode string) error {
 		time.Sleep(fs.delay)
 		return data(in), fuse.OK
 	}
-	kind, dir, _ := strings.Cut(mode, ":")
 	var s *DevFuse
-	if kind == "new" {
-		if s, err = newServer(dir, dev, fs, initFile); err == nil {
+	if mode == "new" {
+		if s, err = newServer(dev, fs, initFile); err == nil {
 			_, err = initFile.Write(s.Init())
 			initFile.Close()
 		}
 	} else {
 		var init []byte
 		if init, err = io.ReadAll(initFile); err == nil {
-			s, err = resumeServer(dir, dev, fs, init)
+			s, err = resumeServer(dev, fs, init)
 		}
 	}
 	if err != nil {
 		return err
 	}
-	stop := make(chan os.Signal, 1)
-	signal.Notify(stop, unix.SIGTERM)
-	go func() {
-		<-stop
-		s.Park()
-		unix.Exit(0)
-	}()
 	s.Serve()
 	return nil
 }
 
 // newServer makes the front of a new connection. If it has memory, newServer first writes the
 // number of the descriptor to initFile.
-func newServer(dir string, dev *Device, fs FileSystem, initFile *os.File) (s *DevFuse, err error) {
-	switch os.Getenv(frontEnv) {
-	case "uring":
-		s, err = NewURing(dev, fs, resumeOptions(), URingOptions{Dir: dir})
-	case "requests":
-		if s, err = NewDevFuse(dev, fs, resumeOptions()); err == nil {
-			err = s.KeepRequests()
-		}
-	default:
-		return NewDevFuse(dev, fs, resumeOptions())
+func newServer(dev *Device, fs FileSystem, initFile *os.File) (*DevFuse, error) {
+	s, err := NewDevFuse(dev, fs, resumeOptions())
+	if err != nil || os.Getenv(frontEnv) != "requests" {
+		return s, err
 	}
-	if err != nil {
+	if err := s.KeepRequests(); err != nil {
 		return nil, err
 	}
 	mem, err := s.Memory()
-	if err != nil || mem == nil {
-		return nil, fmt.Errorf("memory: %v, %w; refused: %w", mem, err, s.Refused())
+	if err != nil {
+		return nil, err
 	}
 	var fd [8]byte
 	binary.NativeEndian.PutUint64(fd[:], uint64(mem.Fd()))
@@ -110,13 +91,13 @@ func newServer(dir string, dev *Device, fs FileSystem, initFile *os.File) (s *De
 	return s, err
 }
 
-func resumeServer(dir string, dev *Device, fs FileSystem, init []byte) (*DevFuse, error) {
+func resumeServer(dev *Device, fs FileSystem, init []byte) (*DevFuse, error) {
 	var mem *os.File
 	if os.Getenv(frontEnv) != "devfuse" {
 		mem = os.NewFile(5, "memory")
 		defer mem.Close()
 	}
-	return Resume(dev, fs, resumeOptions(), init, mem, URingOptions{Dir: dir})
+	return Resume(dev, fs, resumeOptions(), init, mem)
 }
 
 func resumeOptions() *fuse.MountOptions {
@@ -132,9 +113,9 @@ type testServer struct {
 	mem  *os.File // see Memory
 }
 
-// startServer starts a process that serves dev, which is mounted at dir. It continues the
-// connection of the process before, unless that is nil.
-func startServer(t *testing.T, dev *os.File, dir, front string, before *testServer) *testServer {
+// startServer starts a process that serves dev. It continues the connection of the process before,
+// unless that is nil.
+func startServer(t *testing.T, dev *os.File, front string, before *testServer) *testServer {
 	t.Helper()
 	r, w, err := os.Pipe()
 	must(t, err)
@@ -145,7 +126,7 @@ func startServer(t *testing.T, dev *os.File, dir, front string, before *testServ
 		mode, mine, its = "resume", w, r
 		s.init, s.mem = before.init, before.mem
 	}
-	s.Env = append(os.Environ(), serverEnv+"="+mode+":"+dir, frontEnv+"="+front)
+	s.Env = append(os.Environ(), serverEnv+"="+mode, frontEnv+"="+front)
 	s.Stderr = os.Stderr
 	s.ExtraFiles = []*os.File{dev, its}
 	if s.mem != nil {
@@ -173,36 +154,16 @@ func startServer(t *testing.T, dev *os.File, dir, front string, before *testServ
 }
 
 // TestResumeAfterKill kills the process that serves a mount, again and again. The programs on the
-// mount must see a pause and no error. With io_uring some calls may fail with ECANCELED.
+// mount must see a pause and no error.
 func TestResumeAfterKill(t *testing.T) {
 	t.Setenv(delayEnv, "2ms")
 	for _, front := range []string{"devfuse", "requests"} {
-		t.Run(front, func(t *testing.T) { testResume(t, front, unix.SIGKILL) })
-	}
-	t.Setenv(canceledEnv, "1")
-	for _, delay := range []string{"0s", "2ms"} {
-		t.Run("uring, "+delay, func(t *testing.T) {
-			t.Setenv(delayEnv, delay)
-			testResume(t, "uring", unix.SIGKILL)
-		})
+		t.Run(front, func(t *testing.T) { testResume(t, front) })
 	}
 }
 
-// TestResumeAfterPark ends the process with Park, again and again.
-func TestResumeAfterPark(t *testing.T) {
-	for _, delay := range []string{"0s", "20us", "2ms"} {
-		t.Run("uring, "+delay, func(t *testing.T) {
-			t.Setenv(delayEnv, delay)
-			testResume(t, "uring", unix.SIGTERM)
-		})
-	}
-}
-
-func testResume(t *testing.T, front string, sig unix.Signal) {
+func testResume(t *testing.T, front string) {
 	kit.NeedsFUSE(t)
-	if front == "uring" {
-		kit.NeedsURing(t)
-	}
 	rounds := 10
 	if testing.Short() {
 		rounds = 3
@@ -213,7 +174,7 @@ func testResume(t *testing.T, front string, sig unix.Signal) {
 	dev := os.NewFile(uintptr(fd), devicePath)
 	defer dev.Close()
 	mountTest(t, dir, fd)
-	server := startServer(t, dev, dir, front, nil)
+	server := startServer(t, dev, front, nil)
 	defer func() {
 		_ = unix.Unmount(dir, unix.MNT_DETACH)
 		_ = server.Process.Kill()
@@ -251,9 +212,9 @@ func testResume(t *testing.T, front string, sig unix.Signal) {
 		}
 		awaitCalls(20)
 		time.Sleep(rand.N(10 * time.Millisecond))
-		must(t, server.Process.Signal(sig))
+		must(t, server.Process.Kill())
 		_ = server.Wait()
-		server = startServer(t, dev, dir, front, server)
+		server = startServer(t, dev, front, server)
 	}
 	awaitCalls(20)
 	must(t, stop.Close())
@@ -272,7 +233,6 @@ func useForTest(dir string) error {
 	if err != nil {
 		return err
 	}
-	canceled := os.Getenv(canceledEnv) != ""
 	var ended atomic.Bool
 	go func() {
 		_, _ = stop.Read(make([]byte, 1))
@@ -286,14 +246,13 @@ func useForTest(dir string) error {
 			for !ended.Load() {
 				var st unix.Stat_t
 				switch err := unix.Stat(dir+"/none", &st); {
-				case canceled && errors.Is(err, unix.ECANCELED):
 				case errors.Is(err, unix.EINTR): // a signal of Go's runtime, before a process had the request
 				case !errors.Is(err, unix.ENOENT):
 					return fmt.Errorf("stat of a missing name: got %v, want ENOENT", err)
 				}
 				off := random.Int64N(dataSize/4096-16) * 4096
 				n, err := unix.Pread(file, buf, off)
-				if canceled && errors.Is(err, unix.ECANCELED) || errors.Is(err, unix.EINTR) {
+				if errors.Is(err, unix.EINTR) {
 					continue
 				}
 				if err != nil || !bytes.Equal(buf[:n], fileData(off, len(buf))) {
@@ -332,13 +291,13 @@ func TestResumeErrors(t *testing.T) {
 		{"not requested", bytesOf(&withResend), options(io.Discard), ErrNoResend.Error()},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			_, err := Resume(dev, newTestFS(), c.opts, c.init, nil, URingOptions{})
+			_, err := Resume(dev, newTestFS(), c.opts, c.init, nil)
 			if err == nil || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("Resume: got %v, want the error %s", err, c.want)
 			}
 		})
 	}
-	if _, err := Resume(dev, newTestFS(), resumeOptions(), bytesOf(&withResend), nil, URingOptions{}); err != nil {
+	if _, err := Resume(dev, newTestFS(), resumeOptions(), bytesOf(&withResend), nil); err != nil {
 		t.Errorf("Resume: %v", err)
 	}
 }
@@ -372,7 +331,7 @@ func TestResentRequestsAreMarked(t *testing.T) {
 		marked <- Resent(h)
 		return fuse.OK
 	}
-	s, err := Resume(dev, fs, resumeOptions(), init, nil, URingOptions{})
+	s, err := Resume(dev, fs, resumeOptions(), init, nil)
 	must(t, err)
 	served := make(chan struct{})
 	go func() {
@@ -480,7 +439,7 @@ func testInterruptOfResent(t *testing.T, call string, late, keep bool) {
 	if mem != nil {
 		defer mem.Close()
 	}
-	s, err := Resume(dev, fs, resumeOptions(), first.Init(), mem, URingOptions{})
+	s, err := Resume(dev, fs, resumeOptions(), first.Init(), mem)
 	must(t, err)
 	served := make(chan struct{})
 	go func() {
@@ -570,7 +529,6 @@ func TestMarkInReplies(t *testing.T) {
 		want  uint64
 	}{
 		"devfuse":  {&DevFuse{}, unique},
-		"uring":    {&DevFuse{rings: &rings{}}, unique},
 		"requests": {&DevFuse{requests: &requestMemory{}}, 42},
 	} {
 		t.Run(name, func(t *testing.T) {

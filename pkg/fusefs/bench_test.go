@@ -11,21 +11,13 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 )
 
-// BenchmarkMount measures calls on a mount of this project's server, which is in the same process,
-// through each front. BenchmarkRequest of pkg/front is the same with a file system in memory.
+// BenchmarkMount measures calls on a mount of this project's server, which is in the same process.
+// BenchmarkRequest of pkg/front is the same with a file system in memory.
 func BenchmarkMount(b *testing.B) {
-	for _, uring := range []bool{false, true} {
-		name := "devfuse"
-		if uring {
-			name = frontURing
-		}
-		b.Run(name, func(b *testing.B) {
-			e := startExportOf(b, nfsserve.Config{NoRootSquash: true})
-			must(b, os.WriteFile(e.dir+"/data", make([]byte, 64<<20), 0o644))
-			m := e.mount(b, mountConfig{mount: MountOptions{URing: uring}, buffers: 128})
-			benchmarkCalls(b, m)
-		})
-	}
+	e := startExportOf(b, nfsserve.Config{NoRootSquash: true})
+	must(b, os.WriteFile(e.dir+"/data", make([]byte, 64<<20), 0o644))
+	m := e.mount(b, mountConfig{buffers: 128})
+	benchmarkCalls(b, m)
 }
 
 func benchmarkCalls(b *testing.B, m *testMount) {

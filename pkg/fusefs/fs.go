@@ -407,8 +407,8 @@ func (fs *FS) Forget(id, nlookup uint64) {
 }
 
 // releaseAll closes the files and directories of a node that the kernel has forgotten. The kernel
-// forgets a node after the RELEASEs of its files. With FUSE over io_uring, a RELEASE is lost when
-// the kernel gives it to a process that was killed.
+// forgets a node after the RELEASEs of its files. A RELEASE can be lost when the process is killed,
+// see front.DevFuse.KeepRequests.
 func (fs *FS) releaseAll(ino *inode) {
 	files, dirs := fs.forgottenHandles(ino)
 	for _, id := range files {

@@ -34,10 +34,6 @@ func TestMain(m *testing.M) {
 // testTimeout bounds each wait of a test.
 const testTimeout = 60 * time.Second
 
-// frontEnv is the environment variable that selects the front of the mounts. "uring" is FUSE over
-// io_uring, else they use /dev/fuse.
-const frontEnv, frontURing = "NFSRDMAD_TEST_FRONT", "uring"
-
 // An export is a directory that a server exports.
 type export struct {
 	dir      string // on the server
@@ -191,12 +187,6 @@ func (e *export) mount(t testing.TB, cfg mountConfig) *testMount {
 	if cfg.mount.FsName == "" {
 		cfg.mount.FsName = "127.0.0.1:" + e.dir
 	}
-	if os.Getenv(frontEnv) == frontURing {
-		cfg.mount.URing = true
-	}
-	if cfg.mount.URing {
-		kit.NeedsURing(t)
-	}
 	srv, err := Mount(dir, fs, cfg.mount)
 	if err != nil {
 		fs.Close(t.Context())
@@ -204,9 +194,6 @@ func (e *export) mount(t testing.TB, cfg mountConfig) *testMount {
 		t.Fatal(err)
 	}
 	m := &testMount{dir, fs, srv}
-	if name, reason := srv.Front(); cfg.mount.URing && name != frontURing {
-		t.Errorf("front: got %s (%s), want %s", name, reason, frontURing)
-	}
 	t.Cleanup(func() {
 		m.unmount(t)
 		fs.reopens.unpinAll() // Close waits for them

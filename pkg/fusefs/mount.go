@@ -55,8 +55,6 @@ type MountOptions struct {
 	// KeepRequests keeps requests in memory also if the kernel can send them again, for tests of
 	// what Linux before 6.9 needs.
 	KeepRequests bool
-	// URing uses FUSE over io_uring if the host can, see Server.Front.
-	URing bool
 	// Logger receives messages about FUSE requests. The default is the standard logger.
 	Logger *log.Logger
 }
@@ -118,13 +116,13 @@ func (s *Server) use() {
 }
 
 // Resume continues to serve the mount of an earlier process at dir. fs has a State of OpenState,
-// and opts are those of the mount. mem is what MountOptions.Mounted got, and decides whether the
-// connection uses io_uring. Resume takes over dev also when it returns an error.
+// and opts are those of the mount. mem is what MountOptions.Mounted got. Resume takes over dev
+// also when it returns an error.
 func Resume(dir string, dev *front.Device, mem *os.File, fs *FS, opts MountOptions) (_ *Server, err error) {
 	r := &fs.state.mu.mount
 	s := &Server{fs: fs, dir: dir, device: dev, dev: device{r.major, r.minor}, done: make(chan struct{})}
 	protocol, init := s.options(&opts, r.acl == 1), r.init[:r.initLen]
-	if s.conn, err = front.Resume(dev, fs, protocol, init, mem, front.URingOptions{Dir: s.dir}); err != nil {
+	if s.conn, err = front.Resume(dev, fs, protocol, init, mem); err != nil {
 		_ = dev.Close()
 		return nil, err
 	}
@@ -177,12 +175,7 @@ func (s *Server) start(p *MountPoint, opts *MountOptions, maxWrite int) (err err
 		return errors.New("directory was moved during the mount; try again")
 	}
 	protocol := s.options(opts, s.fs.acl != nil)
-	if opts.URing {
-		s.conn, err = front.NewURing(s.device, s.fs, protocol, front.URingOptions{Dir: s.dir})
-	} else {
-		s.conn, err = front.NewDevFuse(s.device, s.fs, protocol)
-	}
-	if err == nil {
+	if s.conn, err = front.NewDevFuse(s.device, s.fs, protocol); err == nil {
 		err = s.keep(opts)
 	}
 	if err != nil {
@@ -191,26 +184,13 @@ func (s *Server) start(p *MountPoint, opts *MountOptions, maxWrite int) (err err
 	return err
 }
 
-// Front returns how the kernel's requests reach this process, "uring" or "devfuse", and why a mount
-// with MountOptions.URing does not use io_uring.
-func (s *Server) Front() (name string, refused error) {
-	if s.conn.URing() {
-		return "uring", nil
-	}
-	return "devfuse", s.conn.Refused()
-}
-
-// Park stops the handling of requests for a process that then exits and leaves the mount to the
-// next one, see front.DevFuse.Park.
-func (s *Server) Park() { s.conn.Park() }
-
 // keep records a new mount in the State of the FS.
 func (s *Server) keep(opts *MountOptions) error {
 	if s.fs.state == nil {
 		return nil
 	}
 	canResend := s.conn.Kernel().Flags64()&fuse.CAP_HAS_RESEND != 0
-	if !s.conn.URing() && (!canResend || opts.KeepRequests) {
+	if !canResend || opts.KeepRequests {
 		if err := s.conn.KeepRequests(); err != nil {
 			return err
 		}

@@ -26,8 +26,7 @@ var (
 	reqDesc  = desc("fuse_ops_total", "FUSE requests, including those without a reply.", "operation")
 	errDesc  = desc("fuse_op_errors_total", "FUSE requests that failed, including lookups of missing names.",
 		"operation")
-	frontDesc = desc("mount_front_info", "How requests of programs reach the file system; always 1.", "front")
-	addrDesc  = desc("connection_info",
+	addrDesc = desc("connection_info",
 		"Address of each connection, or of its last attempt to connect; 1 if connected, else 0.", "connection",
 		"address")
 	stalledDesc = desc("mount_stalled_seconds",
@@ -67,7 +66,7 @@ func (c *Collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, s := range stateSeries {
 		ch <- s.desc
 	}
-	for _, d := range []*prometheus.Desc{frontDesc, addrDesc, stateDesc, mrsDesc, connDesc, failDesc, procDesc, opDesc,
+	for _, d := range []*prometheus.Desc{addrDesc, stateDesc, mrsDesc, connDesc, failDesc, procDesc, opDesc,
 		reqDesc, errDesc, procPhaseDesc, opPhaseDesc, stalledDesc, stallsDesc} {
 		ch <- d
 	}
@@ -109,9 +108,6 @@ func (s *Snapshot) collect(ch chan<- prometheus.Metric) {
 	sendCounts(failDesc, prometheus.CounterValue, s.Faults)
 	send(stalledDesc, prometheus.GaugeValue, s.Stalled.Seconds())
 	send(stallsDesc, prometheus.CounterValue, float64(s.Stalls))
-	if s.Front != "" {
-		send(frontDesc, prometheus.GaugeValue, 1, s.Front)
-	}
 	for i, c := range s.Connections {
 		connected := 0.0
 		if c.Connected {

@@ -54,7 +54,7 @@ func snapshots() []Snapshot {
 	phases := []NamedPhases{{"READ", new(Phases)}}
 	phases[0].Observe(server(time.Millisecond))
 	return []Snapshot{
-		{Mount: "/mnt/a", Server: addr, Provider: "softiwarp", Front: "uring", Transport: distinct(),
+		{Mount: "/mnt/a", Server: addr, Provider: "softiwarp", Transport: distinct(),
 			Connections: []Connection{{"[::1]:1", true}, {"[::2]:1", false}},
 			Files:       &f, Procs: ops, Ops: ops, ProcPhases: phases, OpPhases: phases,
 			State: &fusefs.StateStats{Restarts: 35, Records: map[string]uint64{"files": 36, "nodes": 37}}},
@@ -106,9 +106,6 @@ nfsrdmad_fuse_op_errors_total{mount="/mnt/a",operation="read",provider="softiwar
 # TYPE nfsrdmad_local_inv_needed_total counter
 nfsrdmad_local_inv_needed_total{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049"} 25
 nfsrdmad_local_inv_needed_total{mount="/mnt/b",provider="softiwarp",server="192.0.2.1:20049"} 0
-# HELP nfsrdmad_mount_front_info How requests of programs reach the file system; always 1.
-# TYPE nfsrdmad_mount_front_info gauge
-nfsrdmad_mount_front_info{front="uring",mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049"} 1
 # HELP nfsrdmad_mount_restores_total Daemons that have continued the mount of an earlier daemon.
 # TYPE nfsrdmad_mount_restores_total counter
 nfsrdmad_mount_restores_total{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049"} 35
@@ -123,7 +120,7 @@ nfsrdmad_state_records{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:200
 `
 	if err := promtest.CollectAndCompare(NewCollector(snapshots), strings.NewReader(want),
 		"nfsrdmad_connection_info", "nfsrdmad_fuse_op_errors_total", "nfsrdmad_local_inv_needed_total", "nfsrdmad_mrs",
-		"nfsrdmad_mount_front_info", "nfsrdmad_mount_restores_total", "nfsrdmad_state_records"); err != nil {
+		"nfsrdmad_mount_restores_total", "nfsrdmad_state_records"); err != nil {
 		t.Error(err)
 	}
 }

@@ -13,7 +13,6 @@ type Snapshot struct {
 	Mount    string // mount point
 	Server   string // address of the mount source, with the RDMA port
 	Provider string // name of the verbs provider
-	Front    string // how requests reach the file system; "" leaves it out
 	// Connections are the connections of the mount, by their number.
 	Connections []Connection
 	// Transport is the sum over the connections of the mount.

@@ -75,8 +75,6 @@ var optionHelp = []struct {
 		{"inline=N", "inline threshold in bytes, {range} in steps of 1024 (4096)"},
 		{"mpacrc=off | on", "send and check iWARP CRCs (off)"},
 		{"writepad", "offer memory for XDR padding, for old servers"},
-		{"front=devfuse | uring",
-			"how requests reach the daemon: /dev/fuse, or FUSE over io_uring if the kernel has it (devfuse)"},
 		{"sharednames | nosharednames", "let the kernel cache names for all users or not; it checks search " +
 			"permission by mode bits alone (nosharednames)"},
 		{"trace=N", "trace events to keep, 0 for none (1024)"},

@@ -45,7 +45,7 @@ type Options struct {
 	NoACL        bool
 	LookupCache  string // all, pos or none
 	SharedNames  bool   // the kernel caches names for all users
-	Front        string // how requests reach the daemon: devfuse or uring
+
 	// DirtyExpire is the age after which the data of open files is written back; 0 for never.
 	DirtyExpire      time.Duration
 	DirtyBytes       int // bound of data that is not on stable storage
@@ -82,7 +82,6 @@ func DefaultOptions() Options {
 		AcDirMin:    30 * time.Second,
 		AcDirMax:    60 * time.Second,
 		LookupCache: "all",
-		Front:       frontDevFuse,
 		DirtyExpire: fusefs.DefaultDirtyExpire,
 		DirtyBytes:  fusefs.DefaultDirtyBytes,
 		LocalLock:   lockNone,
@@ -146,12 +145,6 @@ const (
 	lockFlock = "flock"
 	lockPosix = "posix"
 	lockNone  = "none"
-)
-
-// Values of Options.Front.
-const (
-	frontDevFuse = "devfuse" // /dev/fuse
-	frontURing   = "uring"   // FUSE over io_uring if the kernel has it, else /dev/fuse
 )
 
 const (
@@ -283,7 +276,6 @@ var optionTable = slices.Concat([]option{
 		func(o *Options, n int) { o.DirtyExpire = time.Duration(n) * time.Second }, "dirty_expire"),
 	number("dirty_bytes", minDirtyBytes, maxDirtyBytes, " (bytes)", func(o *Options, n int) { o.DirtyBytes = n },
 		"dirty_bytes"),
-	oneOf("front", []string{frontDevFuse, frontURing}, "", func(o *Options, v string) { o.Front = v }, "front"),
 	wordSets("names", "sharednames", func(o *Options) { o.SharedNames = true }),
 	wordSets("names", "nosharednames", func(o *Options) { o.SharedNames = false }),
 	number("nconnect", 1, 16, "", func(o *Options, n int) { o.NConnect = n }, "nconnect"),
@@ -476,9 +468,6 @@ func (o *Options) check(given map[string]string) error {
 // NeedsCard reports whether the options select the provider rdma-core.
 func (o *Options) NeedsCard() bool { return o.Provider == providerRdmacore || o.Device != "" }
 
-// WantsURing reports whether the options select FUSE over io_uring.
-func (o *Options) WantsURing() bool { return o.Front == frontURing }
-
 // LocksAreLocal reports whether the kernel of this host keeps all locks.
 func (o *Options) LocksAreLocal() bool { return o.LocalLock == lockAll }
 
@@ -561,7 +550,6 @@ func (o Options) String() string {
 	if o.SharedNames {
 		l = append(l, "sharednames")
 	}
-	add("front", o.Front)
 	add("nconnect", o.NConnect)
 	if len(o.RemotePorts) > 0 {
 		add("remoteports", o.RemotePorts)

@@ -248,11 +248,4 @@ func (t *Table) Leave(ctx context.Context) {
 	}
 	ends.Wait()
 	SettleConnects()
-	var parks sync.WaitGroup
-	for _, instance := range instances {
-		if instance != nil && instance.Kept() {
-			parks.Go(instance.Park)
-		}
-	}
-	parks.Wait()
 }

@@ -227,17 +227,8 @@ func (s *mountStack) resume(log hclog.Logger) (err error) {
 
 // logLimits logs what a new mount cannot do on this host.
 func (s *mountStack) logLimits(log hclog.Logger) {
-	name, refused := s.front()
-	if refused != nil {
-		log.Warn("the mount uses /dev/fuse instead of io_uring", "mount", s.dir, "reason", refused)
-	}
 	if s.opts.Writeback && !s.fs.Writeback() {
 		log.Warn("the mount does not use writeback", "mount", s.dir, "reason", "the kernel is older than Linux 6.6")
-	}
-	if name == frontURing {
-		if warn := front.URingWarning(); warn != nil {
-			log.Warn("the kernel may have a fault of FUSE over io_uring", "mount", s.dir, "reason", warn)
-		}
 	}
 }
 
@@ -290,28 +281,13 @@ func (s *mountStack) mountOptions(log hclog.Logger) fusefs.MountOptions {
 		FsName: s.spec.String(), ReadOnly: s.opts.ReadOnly, SkipDisablePoll: true,
 		Suid: !s.kernelFlag("nosuid"), Dev: !s.kernelFlag("nodev"), NoExec: s.kernelFlag("noexec"),
 		NoAtime: s.kernelFlag("noatime"), NoDirAtime: s.kernelFlag("nodiratime"),
-		StrictAtime: s.kernelFlag("strictatime"), Mounted: s.keepConnection(log), URing: s.opts.WantsURing(),
+		StrictAtime: s.kernelFlag("strictatime"), Mounted: s.keepConnection(log),
 		Logger: log.StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Debug}),
 	}
 }
 
 // Kept implements mountInstance.
 func (s *mountStack) Kept() bool { return s.keeper.keeps() }
-
-// Park implements mountInstance.
-func (s *mountStack) Park() {
-	if f, ok := s.server.(*fusefs.Server); ok {
-		f.Park()
-	}
-}
-
-// front returns how requests reach the file system, and why that is not what the options say.
-func (s *mountStack) front() (name string, refused error) {
-	if f, ok := s.server.(*fusefs.Server); ok {
-		return f.Front()
-	}
-	return "virtiofs", nil
-}
 
 // settled is called when a mount of an earlier process has handled the requests of that process.
 func (s *mountStack) settled() {

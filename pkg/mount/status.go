@@ -23,7 +23,6 @@ func (s *mountStack) Snapshot() metrics.Snapshot {
 		snap.Connections = append(snap.Connections, metrics.Connection{Address: st.Address.String(),
 			Connected: st.State == xprt.StateConnected})
 	}
-	snap.Front, _ = s.front()
 	if s.fs != nil {
 		snap.Files = &s.fs.Counters
 	}
@@ -57,10 +56,6 @@ func (s *mountStack) Snapshot() metrics.Snapshot {
 // Describe implements mountInstance.
 func (s *mountStack) Describe(i *control.MountInfo) {
 	i.Server, i.Provider, i.ProviderReason = s.address.String(), s.provider.Name(), s.reason
-	name, refused := s.front()
-	if i.Front = name; refused != nil {
-		i.FrontReason = control.OneLine(refused.Error())
-	}
 	i.FaultInjection, _ = injected(s.provider)
 	i.Failure = s.fs.Failure()
 }

@@ -37,9 +37,6 @@ type mountInstance interface {
 	Close()
 	// Kept reports whether the mount continues when the process ends without unmounting.
 	Kept() bool
-	// Park stops the handling of requests of a kept mount: they are for the next process. This
-	// process must exit then.
-	Park()
 	// Stalled returns the age of the oldest request without reply. One goroutine calls it, again
 	// and again.
 	Stalled() stall

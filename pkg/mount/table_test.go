@@ -52,7 +52,6 @@ func (s *fakeMount) Flush(ctx context.Context, stall time.Duration) { s.flush(ct
 
 func (s *fakeMount) Stalled() stall              { return s.stalled() }
 func (s *fakeMount) Kept() bool                  { return false }
-func (s *fakeMount) Park()                       {}
 func (s *fakeMount) Status() control.MountStatus { return control.MountStatus{} }
 func (s *fakeMount) Stats() control.MountStats   { return control.MountStats{} }
 func (s *fakeMount) Slow() control.SlowCalls     { return control.SlowCalls{} }

@@ -1,7 +1,6 @@
 package kit
 
 import (
-	"errors"
 	"flag"
 	"fmt"
 	"os"
@@ -9,9 +8,6 @@ import (
 	"testing"
 
 	"go.uber.org/goleak"
-	"golang.org/x/sys/unix"
-
-	"github.com/nfsrdmad/nfsrdmad/internal/kernelfault"
 )
 
 // Tests belong to one of two tiers:
@@ -39,28 +35,6 @@ func NeedsFUSE(tb testing.TB) {
 	NeedsRoot(tb)
 	if _, err := os.Stat("/dev/fuse"); err != nil {
 		tb.Fatalf("this test needs FUSE: %v; run modprobe fuse", err)
-	}
-}
-
-// NeedsURing marks a test that uses FUSE over io_uring. `make test` switches it on where the kernel
-// has it. On other kernels, and on those that pkg/front refuses, the test is skipped.
-func NeedsURing(tb testing.TB) {
-	tb.Helper()
-	NeedsFUSE(tb)
-	const parameter = "/sys/module/fuse/parameters/enable_uring"
-	b, err := os.ReadFile(parameter)
-	refuse, _ := kernelfault.URing(kernelfault.Release())
-	switch {
-	case errors.Is(err, os.ErrNotExist):
-		tb.Skip("the kernel has no FUSE over io_uring; use Linux 6.14 or later")
-	case err != nil:
-		tb.Fatal(err)
-	case refuse != nil:
-		tb.Skip(refuse)
-	case b[0] != 'Y' && unix.Access(parameter, unix.W_OK) == unix.EROFS:
-		tb.Skip("FUSE over io_uring is off, and /sys is read-only")
-	case b[0] != 'Y':
-		tb.Fatalf("FUSE over io_uring is off; run make test, or write Y to %s", parameter)
 	}
 }
 

@@ -56,18 +56,11 @@ func (r *rig) descriptors() map[string]int {
 // the lock service, of metrics and of commands.
 const spareSockets = 4
 
-// spareRings bounds the rings of io_uring that a daemon adds for requests that wait. They stay
-// until the end of the mount.
-const spareRings = 200
-
 func (r *rig) checkDescriptors() error {
 	for kind, n := range r.descriptors() {
 		most := r.before[kind]
-		switch kind {
-		case "daemon socket:[N]":
+		if kind == "daemon socket:[N]" {
 			most += spareSockets
-		case "daemon anon_inode:[io_uring]":
-			most += spareRings
 		}
 		if n > most {
 			return fmt.Errorf("%d descriptors %s, %d after the mount", n, kind, r.before[kind])

@@ -57,44 +57,6 @@ func TestRestartsWithEmbeddedServer(t *testing.T) {
 	testRestarts(t, x, mustAmount(t))
 }
 
-// TestRestartsWithURing makes planned restarts only: calls that begin while a killed daemon dies
-// can fail, see front.Resume.
-func TestRestartsWithURing(t *testing.T) {
-	kit.NeedsURing(t)
-	if !mounts.InOwnProcess(t) {
-		return
-	}
-	x, _ := embedded(t)
-	x.options = append(x.options, "front=uring")
-	a := mustAmount(t)
-	a.kills = 0
-	testRestarts(t, x, a)
-}
-
-// TestKillWithURing kills the daemon while no program calls it.
-func TestKillWithURing(t *testing.T) {
-	kit.NeedsURing(t)
-	if !mounts.InOwnProcess(t) {
-		return
-	}
-	x, _ := embedded(t)
-	r, w := newRigWithFile(t, x, "front=uring")
-	w.do("ok", "flock f ex")
-	for range 2 {
-		r.kill(syscall.SIGKILL)
-		r.start()
-		r.waitState(control.StateMounted)
-		w.do("ok", "check f 0 200000 1")
-		if st := r.status(); st.Front != "uring" || st.Locks.Lost != 0 {
-			t.Fatalf("status: got front %q and %d lost locks, want uring and 0", st.Front, st.Locks.Lost)
-		}
-	}
-	w.do("ok", "write f 0 200000 2")
-	w.do("ok", "close f")
-	r.onServer("file", kit.RandomBytes(2, 200_000))
-	r.unmount()
-}
-
 // testRestarts kills the daemon at random moments, and stops it without unmounting, while programs
 // work on the mount. No call may fail, no data may be lost, and nothing may be left.
 func testRestarts(t *testing.T, x *export, a amount) {
