@@ -82,7 +82,7 @@ const minRounds = 3
 // each returns the numbers of the rounds of a task, until the load ends.
 func (l *load) each(name string) func(func(int) bool) {
 	return func(round func(int) bool) {
-		for k := 0; !l.stop.Load() || k < minRounds && !l.failed(); k++ {
+		for k := 0; !l.stop.Load() || k < minRounds && l.error() == nil; k++ {
 			if !round(k) {
 				return
 			}
@@ -92,12 +92,6 @@ func (l *load) each(name string) func(func(int) bool) {
 			time.Sleep(pause)
 		}
 	}
-}
-
-func (l *load) failed() bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return len(l.errs) > 0
 }
 
 // keep records the content that a file must have at the end.
@@ -120,12 +114,6 @@ func (l *load) error() error {
 	return nil
 }
 
-// A loadResult is what a load has done without an error.
-type loadResult struct {
-	Rounds map[string]int    // by task
-	Sums   map[string]string // checksums of the files that remain, by path
-}
-
 // total returns the number of rounds of all tasks.
 func (l *load) total() (n int, err error) {
 	err = l.error()
@@ -137,14 +125,14 @@ func (l *load) total() (n int, err error) {
 	return n, err
 }
 
-// end ends the tasks. It returns a loadResult in JSON.
+// end ends the tasks. It returns the checksums of the files that remain, by path, in JSON.
 func (l *load) end() (string, error) {
 	l.stop.Store(true)
 	l.tasks.Wait()
 	if err := l.error(); err != nil {
 		return "", err
 	}
-	b, err := json.Marshal(loadResult{l.rounds, l.sums})
+	b, err := json.Marshal(l.sums)
 	return string(b), err
 }
 

@@ -3,7 +3,6 @@ package restart
 import (
 	"fmt"
 	"math/rand/v2"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -28,9 +27,7 @@ type routes struct{ t *testing.T }
 
 func (r routes) run(args ...string) {
 	r.t.Helper()
-	if out, err := exec.Command("ip", args...).CombinedOutput(); err != nil {
-		r.t.Fatalf("ip %s: %v: %s", strings.Join(args, " "), err, out)
-	}
+	mounts.Run(r.t, "", "ip", args...)
 }
 
 // up makes address n of the server reachable.
