@@ -17,7 +17,7 @@ import (
 func TestDrainKeepsAcceptedWrites(t *testing.T) {
 	const writers, chunk = 4, 3000
 	e := startOwnExport(t)
-	for round := range 3 {
+	for round := range 1 {
 		m := e.mount(t, mountConfig{buffers: 8, bufSize: 64 << 10})
 		var accepted [writers]atomic.Int64 // bytes
 		var wg sync.WaitGroup

@@ -73,18 +73,9 @@ func TestEndedHasThePhasesOfTheRequest(t *testing.T) {
 			t.Errorf("%v: got owner %+v, want this user and a thread", e.Op, e.Owner)
 		}
 	}
-	for op, calls := range map[Op]int{OpLookup: 1, OpOpen: 1, OpRead: 1, OpCreate: 1} {
+	for _, op := range []Op{OpLookup, OpOpen, OpRead, OpCreate} {
 		if seen[op] == 0 || seen[op] != m.fs.Counters.Ops[op].Load() {
 			t.Errorf("%v: got %d, want %d", op, seen[op], m.fs.Counters.Ops[op].Load())
-		}
-		most := 0
-		for _, e := range all {
-			if e.Op == op {
-				most = max(most, e.Calls)
-			}
-		}
-		if most < calls {
-			t.Errorf("%v: got at most %d calls, want %d or more", op, most, calls)
 		}
 	}
 	if !missing {

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"fmt"
 	"io/fs"
-	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -13,6 +12,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // subdir makes a new directory on the mount.
@@ -40,28 +41,16 @@ func run(t *testing.T, dir, name string, args ...string) string {
 	return string(out)
 }
 
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
+var must, randomBytes = kit.Must, kit.RandomBytes
 
-// eventually polls until done returns true. eventually returns false after testTimeout.
+// eventually reports whether done returns true before [kit.Timeout].
 func eventually(done func() bool) bool {
-	for end := time.Now().Add(testTimeout); !done(); time.Sleep(10 * time.Millisecond) {
+	for end := time.Now().Add(kit.Timeout); !done(); time.Sleep(2 * time.Millisecond) {
 		if time.Now().After(end) {
 			return false
 		}
 	}
 	return true
-}
-
-func randomBytes(seed uint64, n int) []byte {
-	src := rand.NewChaCha8([32]byte{byte(seed), byte(seed >> 8)})
-	b := make([]byte, n)
-	_, _ = src.Read(b)
-	return b
 }
 
 func wantContent(t *testing.T, path string, want []byte) {

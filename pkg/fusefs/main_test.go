@@ -32,7 +32,7 @@ func TestMain(m *testing.M) {
 }
 
 // testTimeout bounds each wait of a test.
-const testTimeout = 60 * time.Second
+const testTimeout = kit.Timeout
 
 // An export is a directory that a server exports.
 type export struct {

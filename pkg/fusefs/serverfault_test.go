@@ -15,6 +15,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // Offsets in the last words of WRITE's arguments before the data (RFC 1813 §3.3.7): count, stable,
@@ -370,7 +371,10 @@ func TestForceUnmountEndsBlockedCalls(t *testing.T) {
 	for name, call := range calls {
 		go func() { results <- result{name, call()} }()
 	}
-	time.Sleep(200 * time.Millisecond) // some calls wait in the kernel for the others
+	kit.Eventually(t, "call that waits for the server", func() bool { // others wait in the kernel
+		_, ok := m.fs.Oldest()
+		return ok
+	})
 	must(t, m.srv.ForceUnmount())
 	for range calls {
 		select {

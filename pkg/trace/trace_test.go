@@ -48,7 +48,7 @@ func TestNilRingRecordsNothing(t *testing.T) {
 // TestConcurrentEventsAreWhole reads while many goroutines write. Read must return whole events in
 // order and count the others as lost.
 func TestConcurrentEventsAreWhole(t *testing.T) {
-	const writers, each = 8, 20000
+	const writers, each = 8, 5000
 	r := NewRing(256, status)
 	var wg sync.WaitGroup
 	for w := range writers {
