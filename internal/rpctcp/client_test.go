@@ -152,45 +152,35 @@ func TestCanceledCallIgnoresLateReply(t *testing.T) {
 
 // TestErrorRepliesKeepConnection checks that an RPC error ends only the call.
 func TestErrorRepliesKeepConnection(t *testing.T) {
-	denied := func(err error) bool {
-		var e *sunrpc.DeniedError
-		return errors.As(err, &e) && e.Auth == sunrpc.AuthTooWeak
-	}
-	unavailable := func(err error) bool {
-		var e *sunrpc.AcceptError
-		return errors.As(err, &e) && e.Stat == sunrpc.ProcUnavail
-	}
-	tooLong := func(err error) bool {
-		var e *SizeError
-		return errors.As(err, &e) && e.Limit == 1<<16
-	}
-	malformed := func(err error) bool { return errors.Is(err, sunrpc.ErrMalformed) }
-	noError := func(err error) bool { return err == nil }
-	notAccepted := func(xid uint32) []byte { return sunrpc.AppendAcceptedReply(nil, xid, sunrpc.ProcUnavail) }
 	c, peer := connect(t, Options{MaxRecord: 1 << 16})
-	for _, x := range []struct {
-		name  string
-		reply func(xid uint32) []byte
-		want  func(error) bool
-	}{
-		{"denied", func(xid uint32) []byte { return sunrpc.AppendDeniedReply(nil, xid, sunrpc.AuthTooWeak) }, denied},
-		{"not accepted", notAccepted, unavailable},
-		{"malformed", func(xid uint32) []byte { return binary.BigEndian.AppendUint32(nil, xid) }, malformed},
-		{"too long", func(xid uint32) []byte { return success(xid, make([]byte, 1<<16)) }, tooLong},
-		{"valid", func(xid uint32) []byte { return success(xid, nil) }, noError},
-	} {
+	reply := func(r func(xid uint32) []byte) error {
 		go func() {
 			h, _ := readCall(t, peer)
-			WriteRecord(peer, x.reply(h.XID))
+			WriteRecord(peer, r(h.XID))
 		}()
-		if err := c.Call(t.Context(), &sunrpc.Message{Cred: cred}); !x.want(err) {
-			t.Errorf("%s: got error %v", x.name, err)
-		}
+		return c.Call(t.Context(), &sunrpc.Message{Cred: cred})
 	}
+	err := reply(func(xid uint32) []byte { return sunrpc.AppendDeniedReply(nil, xid, sunrpc.AuthTooWeak) })
+	if e := (*sunrpc.DeniedError)(nil); !errors.As(err, &e) || e.Auth != sunrpc.AuthTooWeak {
+		t.Errorf("denied: got error %v", err)
+	}
+	err = reply(func(xid uint32) []byte { return sunrpc.AppendAcceptedReply(nil, xid, sunrpc.ProcUnavail) })
+	if e := (*sunrpc.AcceptError)(nil); !errors.As(err, &e) || e.Stat != sunrpc.ProcUnavail {
+		t.Errorf("not accepted: got error %v", err)
+	}
+	err = reply(func(xid uint32) []byte { return success(xid, make([]byte, 1<<16)) })
+	if e := (*SizeError)(nil); !errors.As(err, &e) || e.Limit != 1<<16 {
+		t.Errorf("too long: got error %v", err)
+	}
+	err = reply(func(xid uint32) []byte { return binary.BigEndian.AppendUint32(nil, xid) })
+	if !errors.Is(err, sunrpc.ErrMalformed) {
+		t.Errorf("malformed: got error %v, want %v", err, sunrpc.ErrMalformed)
+	}
+	kit.Must(t, reply(func(xid uint32) []byte { return success(xid, nil) }))
 }
 
 // TestProtocolErrorsEndConnection checks that every pending and later call fails when the peer
-// breaks the protocol or closes the connection.
+// breaks the protocol, or one side closes the connection.
 func TestProtocolErrorsEndConnection(t *testing.T) {
 	for _, x := range []struct {
 		name string
@@ -198,6 +188,7 @@ func TestProtocolErrorsEndConnection(t *testing.T) {
 		want error
 	}{
 		{"close", "", io.EOF},
+		{"close of the client", "", ErrClosed},
 		{"close inside the mark", "\x80\x00", io.ErrUnexpectedEOF},
 		{"HTTP", "HTTP/1.1 400 Bad Request\r\n\r\n", ErrRecord},
 		{"record too long to skip", "\x84\x01\x00\x01", ErrRecord},
@@ -221,8 +212,11 @@ func TestProtocolErrorsEndConnection(t *testing.T) {
 			if _, err := peer.Write([]byte(x.send)); err != nil {
 				t.Error(err)
 			}
-			if x.want == io.EOF || x.want == io.ErrUnexpectedEOF {
+			switch x.want {
+			case io.EOF, io.ErrUnexpectedEOF:
 				peer.Close()
+			case ErrClosed:
+				c.Close()
 			}
 			wg.Wait()
 			if err := c.Call(t.Context(), &sunrpc.Message{Cred: cred}); !errors.Is(err, x.want) {
@@ -337,18 +331,4 @@ func TestWriteTimeoutEndsConnection(t *testing.T) {
 			t.Error("Err: got nil after a write timeout")
 		}
 	})
-}
-
-func TestCloseEndsPendingCalls(t *testing.T) {
-	c, peer := connect(t, Options{})
-	ended := make(chan error, 1)
-	go func() { ended <- c.Call(context.Background(), &sunrpc.Message{Cred: cred}) }()
-	readCall(t, peer)
-	c.Close()
-	if err := <-ended; !errors.Is(err, ErrClosed) {
-		t.Errorf("pending call: got error %v, want %v", err, ErrClosed)
-	}
-	if err := c.Call(t.Context(), &sunrpc.Message{Cred: cred}); !errors.Is(err, ErrClosed) {
-		t.Errorf("later call: got error %v, want %v", err, ErrClosed)
-	}
 }
