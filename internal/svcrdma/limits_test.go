@@ -338,6 +338,31 @@ func TestDuplicateRequestCacheLimits(t *testing.T) {
 	}
 }
 
+// TestDuplicateRequestCacheComparesData sends WRITEs with the same XID that differ in the last
+// byte.
+func TestDuplicateRequestCacheComparesData(t *testing.T) {
+	var seen []byte // last byte of each executed call
+	var mu sync.Mutex
+	c := dialRaw(t, startServer(t, Config{Handler: HandlerFunc(func(_ context.Context, _ netip.AddrPort, call,
+		reply []byte) ([]byte, error) {
+		mu.Lock()
+		defer mu.Unlock()
+		seen = append(seen, call[len(call)-1])
+		return sunrpc.AppendAcceptedReply(reply, binary.BigEndian.Uint32(call), 0), nil
+	})}), ownPrivate(false, 4096))
+	seg := c.register(rawChunkAt, 8192, verbs.AccessRemoteRead)
+	for _, last := range []byte{0, 1, 1} {
+		c.mem[rawChunkAt+8191] = last
+		c.writeCall(1, seg)
+		c.receive()
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	if !bytes.Equal(seen, []byte{0, 1}) {
+		t.Errorf("got executed calls %v, want 0 and 1 once each", seen)
+	}
+}
+
 // TestTooLargeReplyGetsErrChunk checks that a reply above MaxMessage ends only its call. If it
 // ended the connection, every retransmission would end another one.
 func TestTooLargeReplyGetsErrChunk(t *testing.T) {

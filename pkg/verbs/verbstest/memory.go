@@ -90,12 +90,14 @@ func testSizes(t *testing.T, s *suite, op verbs.Opcode) {
 		to := p.other(from)
 		m := to.MR(depth)
 		remote, local := to.Buffer(size), from.Buffer(size)
+		clean := make([]byte, size)
+		pattern(clean, 0x55)
 		key := uint8(0)
 		for _, n := range transferSizes {
 			for _, off := range []int{0, 1, 2, 3, 4095} {
 				key++
-				pattern(remote.Buf, 0x55)
-				pattern(local.Buf, key)
+				copy(remote.Buf, clean)
+				pattern(local.Buf[:n+1], key)
 				wantRemote, wantLocal := bytes.Clone(remote.Buf), bytes.Clone(local.Buf)
 				w := to.fastReg(m, key, remoteWrite|remoteRead, 0x1000, remote.Buf)
 				wc := from.must(&verbs.WorkRequest{

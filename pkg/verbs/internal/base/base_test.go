@@ -6,13 +6,12 @@ import (
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 func TestUsesEndFailsWhileUsed(t *testing.T) {
 	u := Uses{Provider: "test"}
-	if err := u.Take(); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, u.Take())
 	if err := u.End(); !errors.Is(err, verbs.ErrBusy) {
 		t.Errorf("End with one use: got %v, want ErrBusy", err)
 	}
@@ -72,9 +71,7 @@ func TestReserveLimitsWorkQueues(t *testing.T) {
 	u, cq := &Uses{}, NewCQEntries("test", 100, 2)
 	attr := verbs.QPInitAttr{MaxSendWR: 1, MaxRecvWR: 1}
 	r, err := Reserve(u, cq, cq, attr)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	if _, err := Reserve(u, cq, cq, attr); !errors.Is(err, verbs.ErrNoResources) {
 		t.Errorf("third work queue of two: got %v, want ErrNoResources", err)
 	}
@@ -173,9 +170,7 @@ func TestPostChecksDoNotAllocate(t *testing.T) {
 		if _, err := checks.Send(&wr, 0); err != nil {
 			t.Fatal(err)
 		}
-		if err := checks.Recv(&rr, false, false); err != nil {
-			t.Fatal(err)
-		}
+		kit.Must(t, checks.Recv(&rr, false, false))
 	}); n != 0 {
 		t.Errorf("allocations per check: got %v, want 0", n)
 	}
