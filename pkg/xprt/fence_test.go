@@ -201,7 +201,7 @@ func TestInterruptKeepsCredit(t *testing.T) {
 // TestCreditsLimitCallsInFlight checks the number of calls at the server after different grants: at
 // least one (RFC 8166 §3.3.1), and at most the number of slots. The calls arrive in their order.
 func TestCreditsLimitCallsInFlight(t *testing.T) {
-	for credits, want := range map[uint32]int{1: 1, 2: 2, 3: 3, 4: 4, 1000: 4} {
+	for credits, want := range map[uint32]int{0: 1, 1: 1, 2: 2, 3: 3, 4: 4, 1000: 4} {
 		inBubble(t, func(_ *Config, s *stepServer) { s.credits = credits }, func(t *testing.T, b *bubble) {
 			release := make(chan struct{})
 			b.handleWith(answerAfter(release))

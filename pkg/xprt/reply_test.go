@@ -158,6 +158,39 @@ func TestReplyMustMatchCall(t *testing.T) {
 	}
 }
 
+// TestReplyIsAcceptedOnce answers a call again: after its end, while its LOCAL_INVs are pending, and
+// after its caller gave up. The second reply must be counted, and must not return a credit.
+func TestReplyIsAcceptedOnce(t *testing.T) {
+	for _, c := range []struct {
+		name            string
+		held, interrupt bool
+	}{{"ended", false, false}, {"LOCAL_INVs are pending", true, false}, {"abandoned", true, true}} {
+		inBubble(t, nil, func(t *testing.T, b *bubble) {
+			b.handleWith(drop)
+			b.start(echo(1, nil, 0)) // holds a credit
+			b.set(func(s *stepServer) {
+				s.holds = func(op verbs.Opcode) bool { return c.held && op == verbs.OpLocalInv }
+			})
+			p := b.start(readOf(8192))
+			if c.interrupt {
+				p.interrupt()
+			}
+			for i := range uint64(2) {
+				b.reply(b.calls[1])
+				if s := b.tr.Stats(); s.BadXIDs != i || s.InFlight != 1 {
+					t.Errorf("%s: reply %d: got %d bad XIDs, %d credits in use; want %d, 1", c.name, i, s.BadXIDs, s.InFlight,
+						i)
+				}
+			}
+			b.set(func(s *stepServer) { s.holds = nil })
+			if s := b.tr.Stats(); !p.done || p.err != nil == !c.interrupt || s.SlotsInUse != 1 || s.Connects != 1 {
+				t.Errorf("%s: got returned %v, %v, %d slots in use, %d connects; want 1, 1", c.name, p.done, p.err,
+					s.SlotsInUse, s.Connects)
+			}
+		})
+	}
+}
+
 // TestRemoteInvalidationNeedsKeyOfCall gives a transport messages that invalidate a key. A message
 // that answers no call, or whose call does not have the key, must end the connection, because the
 // key may belong to any call (S11).

@@ -19,7 +19,7 @@ import (
 // A stepServer is the server of a stepDevice that answers each call at once. A test may change the
 // fields with bubble.set. In a bubble all its delays are exact.
 type stepServer struct {
-	// credits are what each reply grants; 0 grants 128.
+	// credits are what each reply grants.
 	credits uint32
 	// handle may delay a call, change its reply, and decide what happens to it.
 	handle func(c *stepCall) outcome
@@ -137,9 +137,6 @@ func (s *stepServer) serve(q *stepQP) {
 	q.d.mu.Unlock()
 	for _, c := range arrived {
 		c.qp, c.reply.Credits = q, s.credits
-		if s.credits == 0 {
-			c.reply.Credits = 128
-		}
 		handle := s.handle
 		if c.CallHeader.Proc != 0 || c.Prog == 0 {
 			inOrder()
@@ -169,18 +166,23 @@ func (s *stepServer) answer(c *stepCall, handle func(*stepCall) outcome) {
 		s.lost()
 		c.qp.lose(io.EOF)
 	case answered:
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		d := c.qp.d
-		d.mu.Lock()
-		inv, up := d.write(&c.Header), !c.qp.err && len(c.qp.rq) > 0
-		d.mu.Unlock()
-		if c.inv != 0 {
-			inv = c.inv
-		}
-		if up {
-			c.qp.receive(append(c.reply.Append(nil), c.rpc...), inv)
-		}
+		s.reply(c)
+	}
+}
+
+// reply executes and answers a call. It does nothing if the connection is lost.
+func (s *stepServer) reply(c *stepCall) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	d := c.qp.d
+	d.mu.Lock()
+	inv, up := d.write(&c.Header), !c.qp.err && len(c.qp.rq) > 0
+	d.mu.Unlock()
+	if c.inv != 0 {
+		inv = c.inv
+	}
+	if up {
+		c.qp.receive(append(c.reply.Append(nil), c.rpc...), inv)
 	}
 }
 
@@ -208,7 +210,7 @@ type bubble struct {
 func inBubble(t *testing.T, change func(*Config, *stepServer), f func(t *testing.T, b *bubble)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		b := &bubble{stepServer: &stepServer{}, t: t}
+		b := &bubble{stepServer: &stepServer{credits: 128}, t: t}
 		b.dev = &stepDevice{server: b.stepServer, maxMR: 100, mrs: make(map[uint32]*stepMR)}
 		cfg := Config{Provider: b.dev, Addr: netip.MustParseAddrPort("192.0.2.1:20049"), Slots: MinSlots, KeepAlive: -1,
 			IdleTimeout: -1, ReconnectMin: 1, ReconnectMax: 1, Observe: b.ended.observe}
