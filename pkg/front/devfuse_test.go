@@ -21,44 +21,13 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
 // open opens a file for the test. os.Open would send POLL requests.
 func open(t testing.TB, path string, flags int) int {
 	t.Helper()
 	fd, err := unix.Open(path, flags|unix.O_CLOEXEC, 0)
-	must(t, err)
+	kit.Must(t, err)
 	t.Cleanup(func() { _ = unix.Close(fd) })
 	return fd
-}
-
-func TestReadData(t *testing.T) {
-	fs := newTestFS()
-	m := mount(t, fs)
-	for _, flags := range []int{unix.O_RDONLY, unix.O_RDONLY | unix.O_DIRECT} {
-		fd := open(t, m.path("data"), flags)
-		for _, r := range []struct{ off, size, want int64 }{
-			{0, 1, 1}, {0, 4096, 4096}, {8192, 1 << 20, 1 << 20}, {12288, 2 << 20, 2 << 20},
-			{dataSize - 1000, 4096, 1000}, {dataSize, 4096, 0}, {dataSize + 4096, 4096, 0},
-		} {
-			buf := make([]byte, r.size)
-			n, err := unix.Pread(fd, buf, r.off)
-			must(t, err)
-			if int64(n) != r.want {
-				t.Errorf("read %d at %d, flags %#x: got %d bytes, want %d", r.size, r.off, flags, n, r.want)
-			}
-			for i, b := range buf[:n] {
-				if want := fileByte(r.off + int64(i)); b != want {
-					t.Fatalf("read %d at %d, flags %#x: byte %d: got %#x, want %#x", r.size, r.off, flags, i, b, want)
-				}
-			}
-		}
-	}
 }
 
 func TestRequestsOfManySizes(t *testing.T) {
@@ -67,7 +36,7 @@ func TestRequestsOfManySizes(t *testing.T) {
 	m := mount(t, fs)
 	buf := make([]byte, 5000)
 	n, err := unix.Readlink(m.path("link"), buf)
-	must(t, err)
+	kit.Must(t, err)
 	if string(buf[:n]) != fs.link {
 		t.Errorf("link of %d bytes: got %d bytes", len(fs.link), n)
 	}
@@ -79,7 +48,7 @@ func TestRequestsOfManySizes(t *testing.T) {
 	for _, size := range []int{1, smallRequest - 80, smallRequest, 70000, 1 << 20} {
 		data := bytes.Repeat([]byte{byte(size), byte(size >> 8), 3}, size/3+1)[:size]
 		_, err := unix.Pwrite(fd, data, 0)
-		must(t, err)
+		kit.Must(t, err)
 		if got := fs.takeWritten(); !bytes.Equal(got, data) {
 			t.Errorf("write of %d bytes: the file system got %d bytes, or other data", size, len(got))
 		}
@@ -107,7 +76,7 @@ func TestSlowRequestsBlockNoOther(t *testing.T) {
 			}
 		})
 	}
-	await(t, "all reads to be in progress", func() bool { return pending.Load() == slow })
+	kit.Eventually(t, "all reads to be in progress", func() bool { return pending.Load() == slow })
 	var st unix.Stat_t
 	if err := unix.Stat(m.path("none"), &st); !errors.Is(err, unix.ENOENT) {
 		t.Errorf("stat beside the slow reads: got %v, want ENOENT", err)
@@ -115,20 +84,11 @@ func TestSlowRequestsBlockNoOther(t *testing.T) {
 	close(release)
 	readers.Wait()
 	// The goroutines that are not needed end.
-	await(t, "workers to end", func() bool {
+	kit.Eventually(t, "workers to end", func() bool {
 		m.front.readers.Lock()
 		defer m.front.readers.Unlock()
 		return m.front.readers.waiting <= m.front.readers.max && len(m.front.readers.free) <= m.front.readers.max
 	})
-}
-
-func await(t testing.TB, what string, done func() bool) {
-	t.Helper()
-	for end := time.Now().Add(testTimeout); !done(); time.Sleep(time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("timeout while waiting for %s", what)
-		}
-	}
 }
 
 func TestEndOfConnectionEndsRequests(t *testing.T) {
@@ -198,15 +158,15 @@ func testNotifications(t *testing.T, mount func(*testFS) *testMount) {
 	// The kernel marks the path of an open file whose name it has removed.
 	hasName := func() bool {
 		path, err := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
-		must(t, err)
+		kit.Must(t, err)
 		return !strings.HasSuffix(path, "(deleted)")
 	}
 	readPage := func() {
 		_, err := unix.Pread(fd, make([]byte, 4096), 0)
-		must(t, err)
+		kit.Must(t, err)
 	}
 	stat := func() uint32 {
-		must(t, unix.Stat(m.path("data"), &st))
+		kit.Must(t, unix.Stat(m.path("data"), &st))
 		return st.Mode & 0o777
 	}
 	for _, n := range []struct {
@@ -228,13 +188,13 @@ func testNotifications(t *testing.T, mount func(*testFS) *testMount) {
 		t.Run(n.name, func(t *testing.T) {
 			fs.mode.Store(0o644)
 			fd = open(t, m.path("data"), unix.O_RDONLY)
-			must(t, m.dev.InvalInode(fileNode, -1, 0))
+			kit.Must(t, m.dev.InvalInode(fileNode, -1, 0))
 			readPage()
 			stat()
 			reads.Store(0)
 			fs.lookups.Store(0)
 			fs.mode.Store(0o600)
-			must(t, n.notify())
+			kit.Must(t, n.notify())
 			if hasName() != n.hasName {
 				t.Errorf("open file: the kernel has its name: got %v, want %v", !n.hasName, n.hasName)
 			}
@@ -260,12 +220,12 @@ func testExtendSize(t *testing.T, mount func(*testFS) *testMount) {
 	}
 	m := mount(fs)
 	fd := open(t, m.path("data"), unix.O_RDONLY)
-	must(t, unix.Fadvise(fd, 0, 0, unix.FADV_RANDOM)) // no read-ahead
+	kit.Must(t, unix.Fadvise(fd, 0, 0, unix.FADV_RANDOM)) // no read-ahead
 	buf := make([]byte, 1)
 	read := func(off int64) int {
 		t.Helper()
 		n, err := unix.Pread(fd, buf, off)
-		must(t, err)
+		kit.Must(t, err)
 		if n > 0 && buf[0] != 7 {
 			t.Errorf("byte at %d: got %d, want 7", off, buf[0])
 		}
@@ -273,7 +233,7 @@ func testExtendSize(t *testing.T, mount func(*testFS) *testMount) {
 	}
 	read(dataSize - 1)
 	for _, size := range []uint64{0, 1, dataSize, dataSize + 1, 1 << 63, math.MaxUint64} {
-		must(t, m.dev.ExtendSize(fileNode, size))
+		kit.Must(t, m.dev.ExtendSize(fileNode, size))
 		before := reads.Load()
 		if read(dataSize - 1); reads.Load() != before {
 			t.Errorf("extend to %d: the cached page was read again", size)
@@ -282,26 +242,11 @@ func testExtendSize(t *testing.T, mount func(*testFS) *testMount) {
 			t.Errorf("extend to %d: got %d bytes behind the end", size, n)
 		}
 	}
-	must(t, m.dev.ExtendSize(fileNode, 8<<20+1))
+	kit.Must(t, m.dev.ExtendSize(fileNode, 8<<20+1))
 	if n := read(8 << 20); n != 1 {
 		t.Errorf("last byte after the extension: got %d bytes, want 1", n)
 	}
-	must(t, m.dev.ExtendSize(77, 4096)) // a node that the kernel does not know
-}
-
-func TestClosedDevice(t *testing.T) {
-	d, err := OpenDevice()
-	must(t, err)
-	must(t, d.Close())
-	if !d.Disconnected() {
-		t.Error("Disconnected: got false, want true")
-	}
-	if err := d.InvalInode(1, 0, 0); !errors.Is(err, os.ErrClosed) {
-		t.Errorf("InvalInode: got %v, want %v", err, os.ErrClosed)
-	}
-	if _, err := NewDevFuse(d, newTestFS(), options(&logBuffer{})); !errors.Is(err, os.ErrClosed) {
-		t.Errorf("NewDevFuse: got %v, want %v", err, os.ErrClosed)
-	}
+	kit.Must(t, m.dev.ExtendSize(77, 4096)) // a node that the kernel does not know
 }
 
 // A kernel is the kernel's end of a connection: a socket that keeps message boundaries as /dev/fuse
@@ -316,13 +261,13 @@ type kernel struct {
 func newKernel(t testing.TB) *kernel {
 	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
-	must(t, err)
+	kit.Must(t, err)
 	for _, fd := range fds {
-		must(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 4<<20))
+		kit.Must(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 4<<20))
 	}
-	must(t, unix.SetsockoptTimeval(fds[0], unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: 30}))
+	kit.Must(t, unix.SetsockoptTimeval(fds[0], unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: 30}))
 	dev, err := newDevice(fds[1])
-	must(t, err)
+	kit.Must(t, err)
 	return &kernel{t, fds[0], dev, &logBuffer{}}
 }
 
@@ -332,7 +277,7 @@ func (k *kernel) serve(fs *testFS) {
 	in := fuse.InitIn{Major: 7, Minor: 45, MaxReadAhead: 1 << 20, Flags: fuse.CAP_ASYNC_READ}
 	k.send(26, 1, bytesOf(&in)[unsafe.Sizeof(in.InHeader):])
 	s, err := NewDevFuse(k.dev, fs, options(k.log))
-	must(k.t, err)
+	kit.Must(k.t, err)
 	if errno, _ := k.receive(1); errno != 0 {
 		k.t.Fatalf("INIT: %v", errno)
 	}
@@ -345,7 +290,7 @@ func (k *kernel) serve(fs *testFS) {
 		_ = unix.Shutdown(k.fd, unix.SHUT_RDWR)
 		<-served
 		_ = unix.Close(k.fd)
-		must(k.t, k.dev.Close())
+		kit.Must(k.t, k.dev.Close())
 		fs.checkDone(k.t)
 	})
 }
@@ -356,7 +301,7 @@ func (k *kernel) send(opcode uint32, unique uint64, body []byte) {
 	h := fuse.InHeader{Opcode: opcode, Unique: unique, NodeId: fileNode}
 	h.Length = uint32(int(unsafe.Sizeof(h)) + len(body))
 	_, err := unix.Write(k.fd, append(bytes.Clone(bytesOf(&h)), body...))
-	must(k.t, err)
+	kit.Must(k.t, err)
 }
 
 // receive returns the next reply, which must be that of unique.
@@ -397,44 +342,44 @@ func (k *kernel) interrupt(unique, target uint64) {
 func TestDeviceOf(t *testing.T) {
 	kit.NeedsFUSE(t)
 	first, err := OpenDevice()
-	must(t, err)
+	kit.Must(t, err)
 	defer first.Close()
 	kept, err := first.File()
-	must(t, err)
+	kit.Must(t, err)
 	defer kept.Close()
-	must(t, first.Use(func(fd int) { must(t, unix.SetNonblock(fd, true)) })) // of the shared description
+	kit.Must(t, first.Use(func(fd int) { kit.Must(t, unix.SetNonblock(fd, true)) })) // of the shared description
 	d, err := DeviceOf(kept)
-	must(t, err)
+	kit.Must(t, err)
 	defer d.Close()
-	must(t, kept.Close())
-	must(t, d.Use(func(fd int) {
+	kit.Must(t, kept.Close())
+	kit.Must(t, d.Use(func(fd int) {
 		flags, err := unix.FcntlInt(uintptr(fd), unix.F_GETFL, 0)
 		closes, err2 := unix.FcntlInt(uintptr(fd), unix.F_GETFD, 0)
-		must(t, errors.Join(err, err2))
+		kit.Must(t, errors.Join(err, err2))
 		if flags&unix.O_NONBLOCK != 0 || closes&unix.FD_CLOEXEC == 0 {
 			t.Errorf("flags of the duplicate: got %#x and %#x, want no O_NONBLOCK, and FD_CLOEXEC", flags, closes)
 		}
 	}))
 	dir := t.TempDir()
-	must(t, first.Use(func(fd int) { mountTest(t, dir, fd) }))
-	must(t, first.Close())
+	kit.Must(t, first.Use(func(fd int) { mountTest(t, dir, fd) }))
+	kit.Must(t, first.Close())
 	if d.Disconnected() {
 		t.Error("connection after Close of the first Device: ended")
 	}
 	if _, err := NewDevFuse(d, newTestFS(), resumeOptions()); err != nil {
 		t.Errorf("NewDevFuse: %v", err)
 	}
-	must(t, unix.Unmount(dir, unix.MNT_DETACH))
-	must(t, d.Close())
+	kit.Must(t, unix.Unmount(dir, unix.MNT_DETACH))
+	kit.Must(t, d.Close())
 	if _, err := d.File(); !errors.Is(err, os.ErrClosed) {
 		t.Errorf("File after Close: got %v, want %v", err, os.ErrClosed)
 	}
 
 	null, err := os.Open(os.DevNull)
-	must(t, err)
+	kit.Must(t, err)
 	defer null.Close()
 	file, err := os.Create(t.TempDir() + "/file")
-	must(t, err)
+	kit.Must(t, err)
 	defer file.Close()
 	for _, f := range []*os.File{null, file, kept} {
 		if _, err := DeviceOf(f); err == nil {
@@ -609,7 +554,7 @@ func TestEveryRequestGetsReply(t *testing.T) {
 // TestRejectedRepliesEndRequests makes write(2) of a reply fail.
 func TestRejectedRepliesEndRequests(t *testing.T) {
 	k := newKernel(t)
-	must(t, k.dev.Use(func(fd int) { must(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 16<<10)) }))
+	kit.Must(t, k.dev.Use(func(fd int) { kit.Must(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 16<<10)) }))
 	fs := newTestFS()
 	fs.keepReplied = true
 	k.serve(fs)
@@ -631,12 +576,12 @@ func TestReadErrorsAreRetried(t *testing.T) {
 	k := newKernel(t)
 	k.serve(fs)
 	_, err := unix.Write(k.fd, make([]byte, 10)) // shorter than a header
-	must(t, err)
+	kit.Must(t, err)
 	k.sendRead(4, 4096)
 	if errno, data := k.receive(4); errno != 0 || len(data) != 4096 {
 		t.Errorf("READ after a short request: got %v and %d bytes, want 4096", errno, len(data))
 	}
-	await(t, "message", func() bool { return strings.Contains(k.log.String(), "request of 10 bytes") })
+	kit.Eventually(t, "message", func() bool { return strings.Contains(k.log.String(), "request of 10 bytes") })
 }
 
 // TestWritebackNeedsDirectIO checks which kernels get the writeback cache.
@@ -650,7 +595,7 @@ func TestWritebackNeedsDirectIO(t *testing.T) {
 		in := fuse.InitIn{Major: 7, Minor: 45, Flags: uint32(flags) | 1<<30, Flags2: uint32(flags >> 32)}
 		in.Opcode, in.Length = opInit, uint32(unsafe.Sizeof(in))
 		reply, err := NewHandler(newTestFS(), opts).Negotiate(bytesOf(&in))
-		must(t, err)
+		kit.Must(t, err)
 		out := (*fuse.InitOut)(unsafe.Pointer(&reply[headerSize]))
 		if got := out.Flags64() & fuse.CAP_WRITEBACK_CACHE; got != want {
 			t.Errorf("INIT with capabilities %#x: got writeback %#x, want %#x", flags, got, want)
@@ -680,76 +625,3 @@ type constResult struct {
 
 func (r *constResult) Slices() ([][]byte, fuse.Status) { return r.vecs, fuse.OK }
 func (r *constResult) Done()                           {}
-
-// BenchmarkRequest compares requests through this package with those through go-fuse's own server.
-func BenchmarkRequest(b *testing.B) {
-	fs := newTestFS()
-	fs.dropWritten = true
-	page := &constResult{vecs: [][]byte{make([]byte, 1<<20)}}
-	fs.read = func(_ <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
-		return &constResult{vecs: [][]byte{page.vecs[0][:in.Size]}}, fuse.OK
-	}
-	run := func(b *testing.B, dir string) {
-		b.Run("lookup", func(b *testing.B) {
-			var st unix.Stat_t
-			for b.Loop() {
-				_ = unix.Stat(dir+"/none", &st)
-			}
-		})
-		b.Run("create", func(b *testing.B) {
-			for b.Loop() {
-				fd, err := unix.Open(dir+"/new", unix.O_CREAT|unix.O_EXCL|unix.O_WRONLY|unix.O_CLOEXEC, 0o644)
-				must(b, err)
-				must(b, unix.Close(fd))
-				must(b, unix.Unlink(dir+"/new"))
-			}
-		})
-		for _, size := range []int{4096, 1 << 20} {
-			b.Run(fmt.Sprintf("read-%dk", size>>10), func(b *testing.B) {
-				fd := open(b, dir+"/data", unix.O_RDONLY|unix.O_DIRECT)
-				buf := make([]byte, size)
-				b.SetBytes(int64(size))
-				for b.Loop() {
-					if _, err := unix.Pread(fd, buf, 0); err != nil {
-						b.Fatal(err)
-					}
-				}
-			})
-			b.Run(fmt.Sprintf("read-%dk-4", size>>10), func(b *testing.B) {
-				fd := open(b, dir+"/data", unix.O_RDONLY|unix.O_DIRECT)
-				b.SetBytes(int64(size))
-				b.SetParallelism(2)
-				b.RunParallel(func(pb *testing.PB) {
-					for buf := make([]byte, size); pb.Next(); {
-						if _, err := unix.Pread(fd, buf, 0); err != nil {
-							b.Fatal(err)
-						}
-					}
-				})
-			})
-		}
-		for _, size := range []int{4096, 1 << 20} {
-			b.Run(fmt.Sprintf("write-%dk", size>>10), func(b *testing.B) {
-				fd := open(b, dir+"/data", unix.O_WRONLY|unix.O_DIRECT)
-				buf := make([]byte, size)
-				b.SetBytes(int64(size))
-				for b.Loop() {
-					if _, err := unix.Pwrite(fd, buf, 0); err != nil {
-						b.Fatal(err)
-					}
-				}
-			})
-		}
-	}
-	b.Run("devfuse", func(b *testing.B) { run(b, mount(b, fs).dir) })
-	b.Run("go-fuse", func(b *testing.B) {
-		dir := b.TempDir()
-		opts := options(&logBuffer{})
-		opts.DirectMountStrict = true
-		s, err := fuse.NewServer(fs, dir, opts)
-		must(b, err)
-		go s.Serve()
-		defer func() { must(b, s.Unmount()) }()
-		run(b, dir)
-	})
-}

@@ -54,7 +54,7 @@
 // A helper that is killed while a thread waits keeps its socket open. The daemon therefore sends a
 // ping each second while notifications are in progress, and gives the helper up without reply.
 //
-// A helper adds about 50 us to a notification (BenchmarkNotify).
+// A helper adds about 50 us to a notification.
 //
 // # Limits of go-fuse
 //

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -29,7 +30,7 @@ var helperCommand = []string{"/proc/self/exe", helperArg}
 // useHelper starts a helper and returns its pid.
 func useHelper(t testing.TB, d *Device) int {
 	t.Helper()
-	must(t, d.UseHelper(helperCommand))
+	kit.Must(t, d.UseHelper(helperCommand))
 	return helperPID(d)
 }
 
@@ -105,13 +106,13 @@ func TestHelperProcess(t *testing.T) {
 	m := mount(t, newTestFS())
 	// A descriptor that each child inherits.
 	r, w, err := os.Pipe()
-	must(t, err)
+	kit.Must(t, err)
 	defer r.Close()
 	_, err = unix.FcntlInt(w.Fd(), unix.F_SETFD, 0)
-	must(t, err)
+	kit.Must(t, err)
 	pid := useHelper(t, m.dev)
-	must(t, w.Close())
-	must(t, r.SetReadDeadline(time.Now().Add(testTimeout)))
+	kit.Must(t, w.Close())
+	kit.Must(t, r.SetReadDeadline(time.Now().Add(kit.Timeout)))
 	if _, err := r.Read(make([]byte, 1)); err != io.EOF {
 		t.Errorf("pipe that the helper inherited: got %v, want EOF", err)
 	}
@@ -122,7 +123,7 @@ func TestHelperProcess(t *testing.T) {
 		t.Errorf("process group: got %d, %v, want %d", group, err, pid)
 	}
 	fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
-	must(t, err)
+	kit.Must(t, err)
 	for _, e := range fds {
 		to, _ := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", pid, e.Name()))
 		fd, _ := strconv.Atoi(e.Name())
@@ -131,18 +132,18 @@ func TestHelperProcess(t *testing.T) {
 		}
 	}
 	for _, s := range []syscall.Signal{unix.SIGHUP, unix.SIGINT, unix.SIGTERM} {
-		must(t, unix.Kill(pid, s))
+		kit.Must(t, unix.Kill(pid, s))
 	}
-	must(t, m.dev.InvalInode(fileNode, 0, 0))
+	kit.Must(t, m.dev.InvalInode(fileNode, 0, 0))
 	if now := helperPID(m.dev); now != pid || isGone(pid) {
 		t.Errorf("helper after signals: got process %d, want %d", now, pid)
 	}
 	if err := m.dev.UseHelper(helperCommand); !errors.Is(err, os.ErrExist) {
 		t.Errorf("second UseHelper: got %v, want %v", err, os.ErrExist)
 	}
-	must(t, unix.Unmount(m.dir, 0))
+	kit.Must(t, unix.Unmount(m.dir, 0))
 	m.awaitEnd(t)
-	must(t, m.dev.Close())
+	kit.Must(t, m.dev.Close())
 	if !isGone(pid) || unix.Kill(pid, 0) != unix.ESRCH {
 		t.Error("helper after Close: runs, want ended and waited for")
 	}
@@ -154,90 +155,15 @@ func TestHelperProcess(t *testing.T) {
 	}
 }
 
-// TestHelperErrors compares the results with those of notifications without helper.
-func TestHelperErrors(t *testing.T) {
-	m := mount(t, newTestFS())
-	useHelper(t, m.dev)
-	long := strings.Repeat("x", 2*maxNotification)
-	direct := &Device{file: m.dev.file, conn: m.dev.conn}
-	for _, c := range []struct {
-		name string
-		call func(d *Device) error
-		want error
-	}{
-		{"unknown node", func(d *Device) error { return d.InvalInode(77, 0, 0) }, nil},
-		{"empty name", func(d *Device) error { return d.InvalEntry(fuse.FUSE_ROOT_ID, "") }, nil},
-		{"long name", func(d *Device) error { return d.InvalEntry(fuse.FUSE_ROOT_ID, long[:maxNotification-100]) },
-			unix.ENAMETOOLONG},
-		{"longer than a message", func(d *Device) error { return d.InvalEntry(fuse.FUSE_ROOT_ID, long) },
-			unix.ENAMETOOLONG},
-		{"size", func(d *Device) error { return d.ExtendSize(77, 4096) }, nil},
-		{"unknown kind", func(d *Device) error { return d.notify(newNotification(waitsNever, -99)) }, unix.EINVAL},
-	} {
-		got, want := c.call(m.dev), c.call(direct)
-		if !errors.Is(got, c.want) || fmt.Sprint(got) != fmt.Sprint(want) {
-			t.Errorf("%s: got %v, without helper %v, want %v", c.name, got, want, c.want)
-		}
-	}
-}
-
 func TestUseHelperReportsStart(t *testing.T) {
 	d, err := OpenDevice()
-	must(t, err)
+	kit.Must(t, err)
 	defer d.Close()
 	for _, command := range [][]string{nil, {"/nonexistent"}, {"/bin/false"}} {
 		if err := d.UseHelper(command); err == nil || d.helper.Load() != nil {
 			t.Errorf("UseHelper(%q): got error %v, want one and no helper", command, err)
 		}
 	}
-}
-
-// TestRunHelperChecksDescriptors runs the helper as a user would.
-func TestRunHelperChecksDescriptors(t *testing.T) {
-	null, err := os.Open(os.DevNull)
-	must(t, err)
-	defer null.Close()
-	for _, files := range [][]*os.File{nil, {null, null}} {
-		c := exec.Command(helperCommand[0], helperCommand[1:]...)
-		c.ExtraFiles = files
-		out, err := c.CombinedOutput()
-		if err == nil || !strings.Contains(string(out), "only the daemon starts the helper") {
-			t.Errorf("helper with descriptors %v: got %v, %s", files, err, out)
-		}
-	}
-}
-
-// TestHelperLimitsWaits sends more notifications that wait than the helper handles at a time.
-func TestHelperLimitsWaits(t *testing.T) {
-	fs := newTestFS()
-	page := holdPage(fs)
-	m := mount(t, fs)
-	pid := useHelper(t, m.dev)
-	page.begin(t, m)
-	var calls sync.WaitGroup
-	results := make(chan error, maxPending+20)
-	for range cap(results) {
-		calls.Go(func() { results <- m.dev.InvalInode(fileNode, 0, 0) })
-	}
-	slots := m.dev.helper.Load().slots[waitsForPages]
-	await(t, "notifications to wait", func() bool { return len(slots) == maxPending && threads(pid) > maxPending })
-	// Others do not queue behind them.
-	must(t, m.dev.InvalInode(fileNode, -1, 0))
-	must(t, m.dev.ExpireEntry(fuse.FUSE_ROOT_ID, "other"))
-	if n := threads(pid); len(results) != 0 || n > maxPending+30 {
-		t.Errorf("while the page is locked: %d results and %d threads, want 0 and about %d", len(results), n,
-			maxPending)
-	}
-	page.end(t)
-	calls.Wait()
-	for range cap(results) {
-		must(t, <-results)
-	}
-}
-
-func threads(pid int) int {
-	all, _ := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
-	return len(all)
 }
 
 // TestKilledHelperIsReplaced kills the helper while the kernel handles a notification.
@@ -253,15 +179,15 @@ func TestKilledHelperIsReplaced(t *testing.T) {
 			page.begin(t, m)
 			result := make(chan error, 1)
 			go func() { result <- m.dev.InvalInode(fileNode, 0, 0) }()
-			await(t, "the notification to wait", func() bool { return waitsInKernel(pid) })
-			must(t, unix.Kill(pid, sig))
+			kit.Eventually(t, "the notification to wait", func() bool { return waitsInKernel(pid) })
+			kit.Must(t, unix.Kill(pid, sig))
 			// The thread that waits in the kernel keeps the socket open.
 			select {
 			case err := <-result:
 				if !errors.Is(err, ErrHelper) {
 					t.Errorf("notification: got %v, want %v", err, ErrHelper)
 				}
-			case <-time.After(testTimeout):
+			case <-time.After(kit.Timeout):
 				t.Error("notification did not return")
 			}
 			// No new helper within a second after the start of the last one: the notification is
@@ -269,28 +195,28 @@ func TestKilledHelperIsReplaced(t *testing.T) {
 			h.mu.Lock()
 			h.started = time.Now().Add(time.Hour)
 			h.mu.Unlock()
-			must(t, m.dev.InvalInode(fileNode, -1, 0))
+			kit.Must(t, m.dev.InvalInode(fileNode, -1, 0))
 			if now := helperPID(m.dev); now != pid {
 				t.Errorf("helper within a second: got process %d, want %d", now, pid)
 			}
 			h.mu.Lock()
 			h.started = time.Time{}
 			h.mu.Unlock()
-			must(t, m.dev.InvalInode(fileNode, -1, 0))
+			kit.Must(t, m.dev.InvalInode(fileNode, -1, 0))
 			if now := helperPID(m.dev); now == pid || isGone(now) {
 				t.Errorf("helper later: got process %d, want another one than %d", now, pid)
 			}
 			page.end(t)
-			await(t, "the killed helper to end", func() bool { return isGone(pid) })
+			kit.Eventually(t, "the killed helper to end", func() bool { return isGone(pid) })
 
 			// A helper that cannot start: the notification is direct.
 			next := helperPID(m.dev)
-			must(t, unix.Kill(next, unix.SIGKILL))
-			await(t, "the end of the helper", func() bool { return !h.process.runs() })
+			kit.Must(t, unix.Kill(next, unix.SIGKILL))
+			kit.Eventually(t, "the end of the helper", func() bool { return !h.process.runs() })
 			h.mu.Lock()
 			h.started, h.command = time.Time{}, []string{"/nonexistent"}
 			h.mu.Unlock()
-			must(t, m.dev.InvalInode(fileNode, 0, 0))
+			kit.Must(t, m.dev.InvalInode(fileNode, 0, 0))
 		})
 	}
 }
@@ -314,28 +240,30 @@ func waitsInKernel(pid int) bool {
 	return false
 }
 
-// TestSlowNotificationKeepsHelper checks that a helper that reacts is not killed.
-func TestSlowNotificationKeepsHelper(t *testing.T) {
-	fs := newTestFS()
-	page := holdPage(fs)
-	m := mount(t, fs)
-	pid := useHelper(t, m.dev)
-	h := m.dev.helper.Load()
-	const check = 100 * time.Millisecond
-	setCheck(h, check)
-	page.begin(t, m)
-	result := make(chan error, 1)
-	go func() { result <- m.dev.InvalInode(fileNode, 0, 0) }()
-	time.Sleep((maxMissed + 15) * check)
-	if len(result) != 0 || isGone(pid) {
-		t.Error("a notification that waits ended, or the helper was killed")
+// TestSilentHelperIsGivenUp checks a helper with a notification in progress. The helper is given up
+// only when it does not reply to a number of pings.
+func TestSilentHelperIsGivenUp(t *testing.T) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	kit.Must(t, err)
+	defer unix.Close(fds[1])
+	own := os.NewFile(uintptr(fds[0]), "helper")
+	conn, err := net.FileConn(own)
+	kit.Must(t, errors.Join(err, own.Close()))
+	defer conn.Close()
+	p := &helperProcess{conn: conn.(*net.UnixConn), check: time.Hour, pending: map[uint64]chan error{1: nil}}
+	for range 3 * maxMissed {
+		if !p.reacts() {
+			t.Fatal("a helper that replies to pings was given up")
+		}
+		p.finish(0, 0)
 	}
-	page.end(t)
-	must(t, <-result)
-	h.process.mu.Lock()
-	defer h.process.mu.Unlock()
-	if len(h.process.pending) != 0 {
-		t.Errorf("requests in progress: got %d, want 0", len(h.process.pending))
+	for range maxMissed {
+		if !p.reacts() {
+			t.Fatal("a helper was given up too early")
+		}
+	}
+	if p.reacts() {
+		t.Errorf("a helper without reply to %d pings was not given up", maxMissed)
 	}
 }
 
@@ -347,35 +275,31 @@ func TestCloseEndsConnection(t *testing.T) {
 			kit.NeedsFUSE(t)
 			dir := t.TempDir()
 			dev, err := OpenDevice()
-			must(t, err)
-			must(t, dev.Use(func(fd int) { mountTest(t, dir, fd) }))
+			kit.Must(t, err)
+			kit.Must(t, dev.Use(func(fd int) { mountTest(t, dir, fd) }))
 			defer unix.Unmount(dir, unix.MNT_DETACH)
 			_, err = NewDevFuse(dev, newTestFS(), resumeOptions())
-			must(t, err)
+			kit.Must(t, err)
 			pid := useHelper(t, dev)
 			result := make(chan error, 1)
 			go func() { result <- unix.Stat(dir+"/none", new(unix.Stat_t)) }()
-			must(t, dev.Use(func(fd int) { // the program waits
+			kit.Must(t, dev.Use(func(fd int) { // the program waits
 				_, err := readRequest(fd, make([]byte, 2<<20))
-				must(t, err)
+				kit.Must(t, err)
 			}))
 			if stopped {
-				must(t, unix.Kill(pid, unix.SIGSTOP))
+				kit.Must(t, unix.Kill(pid, unix.SIGSTOP))
 			}
-			start := time.Now()
-			must(t, dev.Close())
-			if d := time.Since(start); d > 2*closeTimeout {
-				t.Errorf("Close took %v, want at most %v", d, closeTimeout)
-			}
+			kit.Must(t, dev.Close())
 			select {
 			case err := <-result:
 				if !errors.Is(err, unix.ECONNABORTED) {
 					t.Errorf("program: got %v, want ECONNABORTED", err)
 				}
-			case <-time.After(testTimeout):
+			case <-time.After(kit.Timeout):
 				t.Error("the connection did not end")
 			}
-			await(t, "the helper to end", func() bool { return isGone(pid) })
+			kit.Eventually(t, "the helper to end", func() bool { return isGone(pid) })
 		})
 	}
 }
@@ -383,7 +307,7 @@ func TestCloseEndsConnection(t *testing.T) {
 // getStuck serves the connection of descriptor 3 until it is killed. It answers no READ. It writes
 // the INIT request to descriptor 4. When a notification waits for a READ, getStuck writes the pid
 // of the helper to descriptor 5.
-func getStuck(mode string) error {
+func getStuck(string) error {
 	signal.Ignore(unix.SIGPIPE)
 	dev, err := DeviceOf(os.NewFile(3, "fuse"))
 	if err != nil {
@@ -405,13 +329,10 @@ func getStuck(mode string) error {
 		return err
 	}
 	initFile.Close()
-	pid := os.Getpid()
-	if mode != "stuck without helper" {
-		if err := dev.UseHelper(helperCommand); err != nil {
-			return err
-		}
-		pid = helperPID(dev)
+	if err := dev.UseHelper(helperCommand); err != nil {
+		return err
 	}
+	pid := helperPID(dev)
 	go s.Serve()
 	<-began
 	result := make(chan error, 1)
@@ -454,13 +375,13 @@ func callForTest(string) error {
 const callEnv = "NFSRDMAD_FRONT_TEST_CALL"
 
 // startCall starts a process that makes one call. A process with an open file on the mount must not
-// start another one: see TestResumeAfterKill.
+// start another one, which would close its copy of the file and wait.
 func startCall(t *testing.T, call string) *exec.Cmd {
 	t.Helper()
 	c := exec.Command("/proc/self/exe")
 	c.Env = append(os.Environ(), serverEnv+"=call", callEnv+"="+call)
 	c.Stderr = os.Stderr
-	must(t, c.Start())
+	kit.Must(t, c.Start())
 	return c
 }
 
@@ -476,81 +397,52 @@ func TestKilledOwnerExits(t *testing.T) {
 	kit.NeedsFUSE(t)
 	dir := t.TempDir()
 	dev, err := OpenDevice()
-	must(t, err)
-	must(t, dev.Use(func(fd int) { mountTest(t, dir, fd) }))
+	kit.Must(t, err)
+	kit.Must(t, dev.Use(func(fd int) { mountTest(t, dir, fd) }))
 	kept, err := dev.File()
-	must(t, err)
-	must(t, dev.Close())
+	kit.Must(t, err)
+	kit.Must(t, dev.Close())
 	defer kept.Close()
 
 	initEnd, initWrite, err := os.Pipe()
-	must(t, err)
+	kit.Must(t, err)
 	defer initEnd.Close()
 	stuckEnd, stuckWrite, err := os.Pipe()
-	must(t, err)
+	kit.Must(t, err)
 	defer stuckEnd.Close()
 	owner := exec.Command("/proc/self/exe")
 	owner.Env = append(os.Environ(), serverEnv+"=stuck")
 	owner.Stderr = os.Stderr
 	owner.ExtraFiles = []*os.File{kept, initWrite, stuckWrite}
-	must(t, owner.Start())
-	must(t, errors.Join(initWrite.Close(), stuckWrite.Close()))
+	kit.Must(t, owner.Start())
+	kit.Must(t, errors.Join(initWrite.Close(), stuckWrite.Close()))
 	init, err := io.ReadAll(initEnd)
-	must(t, err)
+	kit.Must(t, err)
 	read := waitFor(startCall(t, "read "+dir+"/data"))
 	var pid int
-	must(t, stuckEnd.SetReadDeadline(time.Now().Add(testTimeout)))
+	kit.Must(t, stuckEnd.SetReadDeadline(time.Now().Add(kit.Timeout)))
 	_, err = fmt.Fscanln(stuckEnd, &pid)
-	must(t, err)
+	kit.Must(t, err)
 
-	must(t, owner.Process.Kill())
+	kit.Must(t, owner.Process.Kill())
 	ended := waitFor(owner)
 	select {
 	case <-ended:
-	case <-time.After(testTimeout):
+	case <-time.After(kit.Timeout):
 		t.Error("the killed process did not exit")
 	}
 	if len(read) > 0 {
 		t.Errorf("read without a server: got %v", <-read)
 	}
-	next := startServer(t, kept, "devfuse", &testServer{init: init})
+	next := startServer(t, kept, init)
 	select {
 	case err := <-read:
-		must(t, err)
-	case <-time.After(testTimeout):
+		kit.Must(t, err)
+	case <-time.After(kit.Timeout):
 		t.Error("read did not end after the resumption")
 		_ = unix.Unmount(dir, unix.MNT_FORCE)
 	}
-	await(t, "the earlier helper to end", func() bool { return isGone(pid) })
-	must(t, unix.Unmount(dir, unix.MNT_DETACH))
-	must(t, next.Wait())
-}
-
-// BenchmarkNotify compares notifications from this process with those through a helper.
-func BenchmarkNotify(b *testing.B) {
-	m := mount(b, newTestFS())
-	open(b, m.path("data"), unix.O_RDONLY)
-	run := func(b *testing.B) {
-		b.Run("attributes", func(b *testing.B) {
-			for b.Loop() {
-				must(b, m.dev.InvalInode(fileNode, -1, 0))
-			}
-		})
-		b.Run("pages", func(b *testing.B) {
-			for b.Loop() {
-				must(b, m.dev.InvalInode(fileNode, 0, 0))
-			}
-		})
-		b.Run("attributes-8", func(b *testing.B) {
-			b.SetParallelism(4)
-			b.RunParallel(func(pb *testing.PB) {
-				for pb.Next() {
-					must(b, m.dev.InvalInode(fileNode, -1, 0))
-				}
-			})
-		})
-	}
-	b.Run("direct", run)
-	useHelper(b, m.dev)
-	b.Run("helper", run)
+	kit.Eventually(t, "the earlier helper to end", func() bool { return isGone(pid) })
+	kit.Must(t, unix.Unmount(dir, unix.MNT_DETACH))
+	kit.Must(t, next.Wait())
 }

@@ -8,7 +8,6 @@ import (
 	"log"
 	"os"
 	"path/filepath"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -31,14 +30,11 @@ func TestMain(m *testing.M) {
 	}
 	if mode := os.Getenv(serverEnv); mode != "" {
 		run := serveForTest
-		switch kind, _, _ := strings.Cut(mode, ":"); kind {
-		case "new", "resume":
-		case "stuck", "stuck without helper":
+		switch mode {
+		case "stuck":
 			run = getStuck
 		case "call":
 			run = callForTest
-		default:
-			run = useForTest
 		}
 		if err := run(mode); err != nil {
 			log.Fatal(err)
@@ -48,14 +44,10 @@ func TestMain(m *testing.M) {
 	kit.Main(m)
 }
 
-// testTimeout bounds each wait of a test.
-const testTimeout = 30 * time.Second
-
 const (
-	fileNode    = 2
-	linkNode    = 3
-	createdNode = 4
-	dataSize    = 3<<20 + 1000
+	fileNode = 2
+	linkNode = 3
+	dataSize = 3<<20 + 1000
 )
 
 // A testFS has a file "data", whose byte at offset i is fileByte(i), and a symbolic link "link".
@@ -68,7 +60,6 @@ type testFS struct {
 	delay  time.Duration // of a LOOKUP
 
 	link         string
-	dropWritten  bool // WRITEs keep no data
 	keepReplied  bool
 	mode         atomic.Uint32 // of the file
 	lookups      atomic.Int32
@@ -121,17 +112,6 @@ func (fs *testFS) Lookup(cancel <-chan struct{}, in *fuse.InHeader, name string,
 	return fuse.OK
 }
 
-// Create makes a file that Lookup does not find.
-func (fs *testFS) Create(_ <-chan struct{}, _ *fuse.CreateIn, _ string, out *fuse.CreateOut) fuse.Status {
-	out.NodeId = createdNode
-	out.SetEntryTimeout(time.Hour)
-	out.SetAttrTimeout(time.Hour)
-	out.Attr = fuse.Attr{Ino: createdNode, Nlink: 1, Mode: unix.S_IFREG | 0o644}
-	return fuse.OK
-}
-
-func (fs *testFS) Unlink(<-chan struct{}, *fuse.InHeader, string) fuse.Status { return fuse.OK }
-
 func (fs *testFS) GetAttr(_ <-chan struct{}, in *fuse.GetAttrIn, out *fuse.AttrOut) fuse.Status {
 	out.SetTimeout(time.Hour)
 	fs.attr(in.NodeId, &out.Attr)
@@ -149,9 +129,6 @@ func (fs *testFS) Readlink(<-chan struct{}, *fuse.InHeader) ([]byte, fuse.Status
 }
 
 func (fs *testFS) Write(_ <-chan struct{}, _ *fuse.WriteIn, data []byte) (uint32, fuse.Status) {
-	if fs.dropWritten {
-		return uint32(len(data)), fuse.OK
-	}
 	fs.mu.Lock()
 	defer fs.mu.Unlock()
 	fs.written = append(fs.written, bytes.Clone(data))
@@ -218,7 +195,7 @@ func (fs *testFS) Replied(unique uint64, _ ledger.Time) {
 func (fs *testFS) takeReplied(t testing.TB, n int) []uint64 {
 	t.Helper()
 	var all []uint64
-	await(t, "calls of Replied", func() bool {
+	kit.Eventually(t, "calls of Replied", func() bool {
 		fs.mu.Lock()
 		defer fs.mu.Unlock()
 		if len(fs.replied) < n {
@@ -316,7 +293,7 @@ func mount(t testing.TB, fs *testFS) *testMount {
 	if m.dev, err = OpenDevice(); err != nil {
 		t.Fatal(err)
 	}
-	must(t, m.dev.Use(func(fd int) { mountTest(t, m.dir, fd) }))
+	kit.Must(t, m.dev.Use(func(fd int) { mountTest(t, m.dir, fd) }))
 	if m.front, err = NewDevFuse(m.dev, fs, options(m.log)); err != nil {
 		t.Fatal(err)
 	}
@@ -338,7 +315,7 @@ func mount(t testing.TB, fs *testFS) *testMount {
 // mountTest mounts the file system of a descriptor of /dev/fuse.
 func mountTest(t testing.TB, dir string, fd int) {
 	t.Helper()
-	must(t, unix.Mount("front", dir, "fuse.fronttest", unix.MS_NOSUID|unix.MS_NODEV,
+	kit.Must(t, unix.Mount("front", dir, "fuse.fronttest", unix.MS_NOSUID|unix.MS_NODEV,
 		fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0,max_read=%d", fd, 1<<20)))
 }
 
@@ -348,7 +325,7 @@ func (m *testMount) awaitEnd(t testing.TB) {
 	t.Helper()
 	select {
 	case <-m.served:
-	case <-time.After(testTimeout):
+	case <-time.After(kit.Timeout):
 		t.Fatal("Serve did not return")
 	}
 }

@@ -12,7 +12,6 @@ import (
 )
 
 // BenchmarkMount measures calls on a mount of this project's server, which is in the same process.
-// BenchmarkRequest of pkg/front is the same with a file system in memory.
 func BenchmarkMount(b *testing.B) {
 	e := startExportOf(b, nfsserve.Config{NoRootSquash: true})
 	must(b, os.WriteFile(e.dir+"/data", make([]byte, 64<<20), 0o644))

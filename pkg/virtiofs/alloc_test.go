@@ -26,7 +26,7 @@ func testGuestRequestsDoNotAllocate(t *testing.T, unsealed bool) {
 	d := newDeviceOf(t, server.Start(t))
 	d.unsealed = unsealed
 	v := d.connect(t)
-	q, node, fh := v.openFile(d, randomBytes(1, 1<<20))
+	q, node, fh := v.openFile(d, kit.RandomBytes(1, 1<<20))
 	const room = 256
 	// do sends a request and returns the place of the reply.
 	do := func(in []byte, out int) []byte {
@@ -42,7 +42,7 @@ func testGuestRequestsDoNotAllocate(t *testing.T, unsealed bool) {
 	request := func(in []byte, out int) func() { return func() { do(in, out) } }
 	open, flush := encode(v, opOpen, node, fuse.OpenIn{}), encode(v, opFlush, node, fuse.FlushIn{})
 	release := encode(v, opRelease, node, fuse.ReleaseIn{})
-	must(t, os.WriteFile(filepath.Join(d.dir, "name"), nil, 0o644))
+	kit.Must(t, os.WriteFile(filepath.Join(d.dir, "name"), nil, 0o644))
 	page := strings.Repeat("a", 4096)
 	for _, c := range []struct {
 		name string

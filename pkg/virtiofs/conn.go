@@ -65,10 +65,11 @@ const (
 	largeRequest = 64 << 10
 	// interruptInterval is the interval of the attempts to end requests in progress.
 	interruptInterval = 20 * time.Millisecond
-	// drainTimeout is how long the VMM waits for requests in progress when it stops a queue. Then
-	// they are interrupted. A VMM does nothing else meanwhile.
-	drainTimeout = 5 * time.Second
 )
+
+// drainTimeout is how long the VMM waits for requests in progress when it stops a queue. Then they
+// are interrupted. A VMM does nothing else meanwhile. Tests replace drainTimeout.
+var drainTimeout = 5 * time.Second
 
 // A conn is the connection of one VMM.
 type conn struct {

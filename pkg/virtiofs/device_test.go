@@ -1,7 +1,6 @@
 package virtiofs
 
 import (
-	"bytes"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -12,100 +11,14 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
-
-func eventually(t testing.TB, what string, done func() bool) {
-	t.Helper()
-	for end := time.Now().Add(testTimeout); !done(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("timeout: %s", what)
-		}
-	}
-}
-
-// TestFileOperations uses two request queues in turn, with memory that can fault and with memory
-// that cannot.
-func TestFileOperations(t *testing.T) {
-	for name, unsealed := range map[string]bool{"sealed": false, "unsealed": true} {
-		t.Run(name, func(t *testing.T) { testFileOperations(t, unsealed) })
-	}
-}
-
-func testFileOperations(t *testing.T, unsealed bool) {
-	d := newDevice(t)
-	d.unsealed = unsealed
-	v := d.connect(t)
-	if o := v.mount(); o.Major != 7 || o.MaxWrite != 1<<20 {
-		t.Errorf("INIT: got %+v", o)
-	}
-	a, b := v.queues[1], v.queues[2]
-	if _, errno := a.lookup(1, "none"); errno != unix.ENOENT {
-		t.Errorf("lookup of a missing name: got %v", errno)
-	}
-	reply, errno := b.do(encode(v, opMkdir, 1, fuse.MkdirIn{Mode: 0o755}, "dir\x00"), 256)
-	dir := out[fuse.EntryOut](t, reply, errno).NodeId
-	f := a.create(dir, "file")
-	data := strings.Repeat("0123456789abcdef", 5000)
-	if errno := b.write(f.Fh, f.NodeId, 7, data); errno != 0 {
-		t.Fatalf("write: %v", errno)
-	}
-	for _, q := range []*queue{a, b} {
-		reply, errno = q.do(encode(v, opRead, f.NodeId, fuse.ReadIn{Fh: f.Fh, Offset: 0, Size: 90000}), 90000)
-		if want := "\x00\x00\x00\x00\x00\x00\x00" + data; errno != 0 || string(reply) != want {
-			t.Errorf("read: got %v, %d bytes, want %d", errno, len(reply), len(want))
-		}
-	}
-	if _, errno = a.do(encode(v, opFlush, f.NodeId, fuse.FlushIn{Fh: f.Fh}), 0); errno != 0 {
-		t.Errorf("flush: %v", errno)
-	}
-	if got, err := os.ReadFile(filepath.Join(d.dir, "dir", "file")); err != nil || string(got[7:]) != data {
-		t.Errorf("file on the server: %d bytes, %v", len(got), err)
-	}
-	if _, errno = b.do(encode(v, opRelease, f.NodeId, fuse.ReleaseIn{Fh: f.Fh}), 0); errno != 0 {
-		t.Errorf("release: %v", errno)
-	}
-	type renameIn struct {
-		fuse.InHeader
-		dir uint64
-	}
-	if _, errno = a.do(encode(v, opRename, dir, renameIn{dir: 1}, "file\x00", "moved\x00"), 0); errno != 0 {
-		t.Errorf("rename: %v", errno)
-	}
-	reply, errno = b.do(encode(v, opSymlink, 1, fuse.InHeader{}, "link\x00", "../to\x00"), 256)
-	link := out[fuse.EntryOut](t, reply, errno).NodeId
-	reply, errno = a.do(encode(v, opReadlink, link, fuse.InHeader{}), 4096)
-	if errno != 0 || string(reply) != "../to" {
-		t.Errorf("readlink: got %v, %q", errno, reply)
-	}
-	reply, errno = b.do(encode(v, opOpenDir, 1, fuse.OpenIn{}), 64)
-	fh := out[fuse.OpenOut](t, reply, errno).Fh
-	reply, errno = a.do(encode(v, opReadDirPlus, 1, fuse.ReadIn{Fh: fh, Size: 8192}), 8192)
-	for _, name := range []string{"dir", "moved", "link"} {
-		if errno != 0 || !bytes.Contains(reply, []byte(name)) {
-			t.Errorf("readdir: got %v without %s", errno, name)
-		}
-	}
-	if _, errno = b.do(encode(v, opUnlink, 1, fuse.InHeader{}, "moved\x00"), 0); errno != 0 {
-		t.Errorf("unlink: %v", errno)
-	}
-	if _, err := os.Lstat(filepath.Join(d.dir, "moved")); !os.IsNotExist(err) {
-		t.Errorf("removed file on the server: %v", err)
-	}
-	h := v.queues[0]
-	h.prepare(0, encode(v, opForget, dir, fuse.ForgetIn{Nlookup: 100}), 0)
-	h.offer(0)
-	if _, n, ok := h.used(); !ok || n != 0 {
-		t.Errorf("FORGET: got %d bytes", n)
-	}
-	if _, errno = a.do(encode(v, opGetAttr, dir, fuse.GetAttrIn{}), 256); errno != unix.ESTALE {
-		t.Errorf("getattr of a forgotten node: got %v, want ESTALE", errno)
-	}
-}
 
 // TestReadOnlyShare sends requests that change the file system.
 func TestReadOnlyShare(t *testing.T) {
 	d := newDevice(t)
-	must(t, os.WriteFile(filepath.Join(d.dir, "f"), []byte("x"), 0o644))
+	kit.Must(t, os.WriteFile(filepath.Join(d.dir, "f"), []byte("x"), 0o644))
 	d.server.ro = true // before the first VMM
 	v := d.connect(t)
 	v.mount()
@@ -153,8 +66,8 @@ func TestRequestBeforeInitFails(t *testing.T) {
 
 func TestInvalidNamesFail(t *testing.T) {
 	d := newDevice(t)
-	must(t, os.WriteFile(filepath.Join(filepath.Dir(d.dir), "outside"), nil, 0o644))
-	must(t, os.Mkdir(filepath.Join(d.dir, "sub"), 0o755))
+	kit.Must(t, os.WriteFile(filepath.Join(filepath.Dir(d.dir), "outside"), nil, 0o644))
+	kit.Must(t, os.Mkdir(filepath.Join(d.dir, "sub"), 0o755))
 	v := d.connect(t)
 	v.mount()
 	q := v.queues[1]
@@ -245,7 +158,7 @@ func TestInventedNumbersFail(t *testing.T) {
 
 func TestWriteToReadOnlyOpenFails(t *testing.T) {
 	d := newDevice(t)
-	must(t, os.WriteFile(filepath.Join(d.dir, "f"), []byte("x"), 0o644))
+	kit.Must(t, os.WriteFile(filepath.Join(d.dir, "f"), []byte("x"), 0o644))
 	v := d.connect(t)
 	v.mount()
 	q := v.queues[1]
@@ -339,7 +252,7 @@ func TestHostileDescriptors(t *testing.T) {
 			v.mount()
 			q := v.queues[2]
 			c.do(v, q)
-			eventually(t, "the queue is stopped", func() bool {
+			kit.Eventually(t, "the queue is stopped", func() bool {
 				return strings.Contains(d.log.String(), "virtqueue stopped")
 			})
 			if !strings.Contains(d.log.String(), c.log) {
@@ -368,56 +281,16 @@ func TestDescriptorInUseIsRefused(t *testing.T) {
 	q := v.queues[2]
 	q.prepare(0, encode(v, opLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
 	q.offer(0)
-	eventually(t, "request waits", func() bool { return d.fs.waiting.Load() == 1 })
+	kit.Eventually(t, "request waits", func() bool { return d.fs.waiting.Load() == 1 })
 	q.offer(0)
-	eventually(t, "log", func() bool { return strings.Contains(d.log.String(), "descriptor 0 is in use") })
-}
-
-func TestIndirectDescriptors(t *testing.T) {
-	v := newDevice(t).connect(t)
-	v.mount()
-	q := v.queues[1]
-	in := encode(v, opLookup, 1, fuse.InHeader{}, "none\x00")
-	at := slotAt(0)
-	copy(v.mem[at:], in)
-	table := v.mem[slotAt(1):]
-	putDescriptor(table, guestBase+uint64(at), 40, descNext, 1)
-	putDescriptor(table[descSize:], guestBase+uint64(at+40), len(in)-40, descNext, 2)
-	putDescriptor(table[2*descSize:], guestBase+uint64(at+half), 256, descWrite, 0)
-	putDescriptor(q.desc(5), guestBase+uint64(slotAt(1)), 3*descSize, descIndirect, 0)
-	q.offer(5)
-	head, n, ok := q.used()
-	if _, errno := q.reply(0, n); !ok || head != 5 || errno != unix.ENOENT {
-		t.Errorf("got descriptor %d, %v, want 5, ENOENT", head, errno)
-	}
-}
-
-// TestBufferAcrossRegions reads into a buffer that begins in one region and ends in the next.
-func TestBufferAcrossRegions(t *testing.T) {
-	d := newDevice(t)
-	data := bytes.Repeat([]byte("virtiofs"), 1000)
-	must(t, os.WriteFile(filepath.Join(d.dir, "f"), data, 0o644))
-	v := d.connect(t)
-	v.mount()
-	q := v.queues[1]
-	e, errno := q.lookup(1, "f")
-	if errno != 0 {
-		t.Fatal(errno)
-	}
-	reply, errno := q.do(encode(v, opOpen, e.NodeId, fuse.OpenIn{}), 64)
-	fh := out[fuse.OpenOut](t, reply, errno).Fh
-	const to = 2<<20 - 3000
-	q.prepare(0, encode(v, opRead, e.NodeId, fuse.ReadIn{Fh: fh, Size: 8000}), 0)
-	putDescriptor(q.desc(0), guestBase+uint64(slotAt(0)), 80, descNext, 1)
-	putDescriptor(q.desc(1), guestBase+to, 8000+replySize, descWrite, 0)
-	q.offer(0)
-	if _, n, ok := q.used(); !ok || n != 8000+replySize || !bytes.Equal(v.mem[to+replySize:][:8000], data) {
-		t.Errorf("got %d bytes", n)
-	}
+	kit.Eventually(t, "log", func() bool { return strings.Contains(d.log.String(), "descriptor 0 is in use") })
 }
 
 // TestStopDrainsQueue stops a queue while requests wait, as a VMM does that pauses its guest.
 func TestStopDrainsQueue(t *testing.T) {
+	before := drainTimeout
+	drainTimeout = time.Millisecond
+	t.Cleanup(func() { drainTimeout = before }) // after the end of the Server
 	d := newDevice(t)
 	v := d.connect(t)
 	v.mount()
@@ -428,7 +301,7 @@ func TestStopDrainsQueue(t *testing.T) {
 		q.prepare(i, encode(v, opLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
 		q.offer(2 * i)
 	}
-	eventually(t, "requests wait", func() bool { return d.fs.waiting.Load() == n })
+	kit.Eventually(t, "requests wait", func() bool { return d.fs.waiting.Load() == n })
 	if _, errno := v.queues[1].lookup(1, "none"); errno != unix.ENOENT {
 		t.Errorf("other queue: got %v", errno)
 	}
@@ -458,29 +331,11 @@ func TestStopDrainsQueue(t *testing.T) {
 func TestNewCallDescriptorIsSignaled(t *testing.T) {
 	v := newDevice(t).connect(t)
 	call, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
-	must(t, err)
+	kit.Must(t, err)
 	defer unix.Close(call)
 	v.message(msgSetVringCall, le64(1), call)
 	if _, err := unix.Read(call, make([]byte, 8)); err != nil {
 		t.Errorf("read of the new call descriptor: %v", err)
-	}
-}
-
-func TestInterruptEndsRequest(t *testing.T) {
-	d := newDevice(t)
-	v := d.connect(t)
-	v.mount()
-	q := v.queues[1]
-	q.prepare(1, encode(v, opLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
-	unique := v.unique
-	q.offer(2)
-	eventually(t, "request waits", func() bool { return d.fs.waiting.Load() == 1 })
-	h := v.queues[0]
-	h.prepare(2, encode(v, opInterrupt, 0, fuse.InterruptIn{Unique: unique}), 0)
-	h.offer(4)
-	head, size, ok := q.used()
-	if _, errno := q.reply(1, size); !ok || head != 2 || errno != unix.EINTR {
-		t.Errorf("got %v, want EINTR", errno)
 	}
 }
 
@@ -497,7 +352,7 @@ func TestReconnect(t *testing.T) {
 	}
 	q.prepare(1, encode(v, opLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
 	q.offer(2)
-	eventually(t, "request waits", func() bool { return d.fs.waiting.Load() == 1 })
+	kit.Eventually(t, "request waits", func() bool { return d.fs.waiting.Load() == 1 })
 	v.conn.Close()
 	next := d.connect(t)
 	next.mount()
@@ -505,12 +360,12 @@ func TestReconnect(t *testing.T) {
 	if errno := q.write(f.Fh, f.NodeId, 0, "x"); errno != unix.EBADF {
 		t.Errorf("open file of the session before: got %v, want EBADF", errno)
 	}
-	eventually(t, "data on the server", func() bool {
+	kit.Eventually(t, "data on the server", func() bool {
 		b, _ := os.ReadFile(filepath.Join(d.dir, "f"))
 		return string(b) == "unwritten"
 	})
 	// A node stays until its data is written.
-	eventually(t, "nodes are forgotten", func() bool { return d.fs.Inodes() == 1 })
+	kit.Eventually(t, "nodes are forgotten", func() bool { return d.fs.Inodes() == 1 })
 	if _, errno := q.do(encode(next, opGetAttr, f.NodeId, fuse.GetAttrIn{}), 256); errno != unix.ESTALE {
 		t.Errorf("node of the session before: got %v, want ESTALE", errno)
 	}
@@ -557,13 +412,13 @@ func TestTruncatedMemory(t *testing.T) {
 	v := d.connect(t)
 	v.mount()
 	q := v.queues[1]
-	must(t, unix.Ftruncate(v.memfd, slotBase)) // the tables stay
+	kit.Must(t, unix.Ftruncate(v.memfd, slotBase)) // the tables stay
 	putDescriptor(q.desc(0), guestBase+slotBase, 64, 0, 0)
 	q.offer(0)
-	eventually(t, "queue is stopped", func() bool { return strings.Contains(d.log.String(), errFault.Error()) })
-	must(t, unix.Ftruncate(v.memfd, 0))
+	kit.Eventually(t, "queue is stopped", func() bool { return strings.Contains(d.log.String(), errFault.Error()) })
+	kit.Must(t, unix.Ftruncate(v.memfd, 0))
 	_, _ = unix.Write(v.queues[2].kick, le64(1))
-	eventually(t, "both queues are stopped", func() bool {
+	kit.Eventually(t, "both queues are stopped", func() bool {
 		return strings.Count(d.log.String(), errFault.Error()) >= 2
 	})
 	v.conn.Close()
@@ -571,7 +426,8 @@ func TestTruncatedMemory(t *testing.T) {
 	next.mount()
 }
 
-// TestMemoryChange gives a running guest another memory table.
+// TestMemoryChange gives a running guest another memory table while a request waits, and then
+// interrupts this request.
 func TestMemoryChange(t *testing.T) {
 	d := newDevice(t)
 	v := d.connect(t)
@@ -580,12 +436,13 @@ func TestMemoryChange(t *testing.T) {
 	q.prepare(1, encode(v, opLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
 	unique := v.unique
 	q.offer(2)
-	eventually(t, "request waits", func() bool { return d.fs.waiting.Load() == 1 })
+	kit.Eventually(t, "request waits", func() bool { return d.fs.waiting.Load() == 1 })
 	v.message(msgSetMemTable, memTable(region{guestBase, memSize, userBase, 0}), v.memfd)
 	v.queues[0].prepare(2, encode(v, opInterrupt, 0, fuse.InterruptIn{Unique: unique}), 0)
 	v.queues[0].offer(4)
-	if _, size, ok := q.used(); !ok || size != replySize {
-		t.Errorf("request with the memory before: got %d bytes", size)
+	_, size, ok := q.used()
+	if _, errno := q.reply(1, size); !ok || errno != unix.EINTR {
+		t.Errorf("request with the memory before: got %v, want EINTR", errno)
 	}
 	if _, errno := q.lookup(1, "none"); errno != unix.ENOENT {
 		t.Errorf("lookup afterwards: %v", errno)
@@ -596,7 +453,7 @@ func TestMemoryChange(t *testing.T) {
 func TestInvalidMessagesEndConnection(t *testing.T) {
 	d := newDevice(t)
 	pipe := make([]int, 2)
-	must(t, unix.Pipe2(pipe, unix.O_CLOEXEC))
+	kit.Must(t, unix.Pipe2(pipe, unix.O_CLOEXEC))
 	defer unix.Close(pipe[0])
 	defer unix.Close(pipe[1])
 	page := region{guestBase, pageSize, userBase, 0}
@@ -648,7 +505,7 @@ func TestInvalidMessagesEndConnection(t *testing.T) {
 					fds[i] = v.memfd
 				}
 			}
-			must(t, v.send(c.kind, flagNeedReply, c.payload, fds...))
+			kit.Must(t, v.send(c.kind, flagNeedReply, c.payload, fds...))
 			if reply, err := v.receive(); err != nil || len(reply) != 8 || reply[0] == 0 {
 				t.Errorf("reply: got %v, %v, want an error", reply, err)
 			}
@@ -656,7 +513,7 @@ func TestInvalidMessagesEndConnection(t *testing.T) {
 				t.Error("connection is open")
 			}
 			want := fmt.Sprintf("vhost-user message %d", c.kind)
-			eventually(t, "log has "+want, func() bool { return strings.Contains(d.log.String(), want) })
+			kit.Eventually(t, "log has "+want, func() bool { return strings.Contains(d.log.String(), want) })
 		})
 	}
 }
@@ -676,7 +533,7 @@ func TestLargeBuffersDoNotBlockQueue(t *testing.T) {
 		putDescriptor(q.desc(2*i+1), guestBase+uint64(slotAt(12)), 256, descWrite, 0)
 		q.offer(2 * i)
 	}
-	eventually(t, "requests wait", func() bool { return d.fs.waiting.Load() == maxLarge })
+	kit.Eventually(t, "requests wait", func() bool { return d.fs.waiting.Load() == maxLarge })
 	h := v.queues[0]
 	copy(v.mem[slotAt(10):], encode(v, opInterrupt, 0, fuse.InterruptIn{Unique: v.unique}))
 	putDescriptor(h.desc(0), guestBase+uint64(slotAt(10)), 2*largeRequest, 0, 0)

@@ -6,13 +6,15 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // FuzzDescriptors fills the descriptor table and a request with any bytes. The device must go on.
 func FuzzDescriptors(f *testing.F) {
 	d := newDevice(f)
 	v := d.connect(f)
-	must(f, v.conn.SetDeadline(time.Time{}))
+	kit.Must(f, v.conn.SetDeadline(time.Time{}))
 	v.mount()
 	table := make([]byte, 4*descSize)
 	putDescriptor(table, guestBase+slotBase, 46, descNext, 1)
@@ -57,7 +59,7 @@ func waitTaken(q *queue) {
 func FuzzRequest(f *testing.F) {
 	d := newDevice(f)
 	v := d.connect(f)
-	must(f, v.conn.SetDeadline(time.Time{}))
+	kit.Must(f, v.conn.SetDeadline(time.Time{}))
 	v.mount()
 	for _, in := range [][]byte{
 		encode(v, opLookup, 1, fuse.InHeader{}, "none\x00"),

@@ -3,7 +3,6 @@ package virtiofs
 import (
 	"bytes"
 	"fmt"
-	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"sync"
@@ -15,6 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
+
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A span is a range of the memory of a test VMM.
@@ -113,7 +114,7 @@ var layouts = []struct {
 // openFile makes a file with data on the server and opens it.
 func (v *vmm) openFile(d *device, data []byte) (q *queue, node, fh uint64) {
 	v.t.Helper()
-	must(v.t, os.WriteFile(filepath.Join(d.dir, "f"), data, 0o644))
+	kit.Must(v.t, os.WriteFile(filepath.Join(d.dir, "f"), data, 0o644))
 	v.mount()
 	q = v.queues[1]
 	e, errno := q.lookup(1, "f")
@@ -124,12 +125,6 @@ func (v *vmm) openFile(d *device, data []byte) (q *queue, node, fh uint64) {
 	return q, e.NodeId, out[fuse.OpenOut](v.t, reply, errno).Fh
 }
 
-func randomBytes(seed uint64, n int) []byte {
-	b := make([]byte, n)
-	_, _ = rand.NewChaCha8([32]byte{byte(seed)}).Read(b)
-	return b
-}
-
 // TestDataArrivesInPlace reads into guest memory of many layouts. Some bytes are written data that
 // the server does not have.
 func TestDataArrivesInPlace(t *testing.T) {
@@ -137,7 +132,7 @@ func TestDataArrivesInPlace(t *testing.T) {
 		t.Run(fmt.Sprintf("unsealed=%t", unsealed), func(t *testing.T) {
 			d := newDevice(t)
 			d.unsealed = unsealed
-			content := randomBytes(1, 2<<20+1000)
+			content := kit.RandomBytes(1, 2<<20+1000)
 			v := d.connect(t)
 			q, node, fh := v.openFile(d, content)
 			read := func(name string, spans []span, off int, inPlace bool) {
@@ -200,7 +195,7 @@ func TestDataIsWrittenFromPlace(t *testing.T) {
 			var content []byte
 			for i, l := range layouts {
 				size, off := spanSize(l.spans), len(content)/3
-				data := randomBytes(uint64(i), size)
+				data := kit.RandomBytes(uint64(i), size)
 				v.fill(l.spans, data)
 				data = v.join(l.spans) // one layout has a page twice
 				in := encode(v, opWrite, node, fuse.WriteIn{Fh: fh, Offset: uint64(off), Size: uint32(size)})
@@ -232,7 +227,7 @@ func TestDataIsWrittenFromPlace(t *testing.T) {
 // data must be intact.
 func TestGuestChangesDataMeanwhile(t *testing.T) {
 	d := newDevice(t)
-	content := randomBytes(3, 1<<20)
+	content := kit.RandomBytes(3, 1<<20)
 	v := d.connect(t)
 	q, node, fh := v.openFile(d, content)
 	var stop atomic.Bool
@@ -242,7 +237,7 @@ func TestGuestChangesDataMeanwhile(t *testing.T) {
 			scribble(v.mem[dataBase:dataBase+3<<20], i)
 		}
 	})
-	for range 100 {
+	for range 20 {
 		spans := pagesOf(128)
 		in := encode(v, opRead, node, fuse.ReadIn{Fh: fh, Size: uint32(spanSize(spans))})
 		if errno, n := q.doChain(in, nil, spans); errno != 0 || n != spanSize(spans) {
@@ -266,16 +261,16 @@ func TestGuestChangesDataMeanwhile(t *testing.T) {
 func TestMemoryThatCanFault(t *testing.T) {
 	create := func(name string, flags int, seals int) int {
 		fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|flags)
-		must(t, err)
+		kit.Must(t, err)
 		t.Cleanup(func() { unix.Close(fd) })
-		must(t, unix.Ftruncate(fd, 4<<20))
+		kit.Must(t, unix.Ftruncate(fd, 4<<20))
 		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals)
-		must(t, err)
+		kit.Must(t, err)
 		return fd
 	}
 	file := func(dir string) int {
 		f, err := os.CreateTemp(dir, "guest")
-		must(t, err)
+		kit.Must(t, err)
 		t.Cleanup(func() {
 			f.Close()
 			os.Remove(f.Name())

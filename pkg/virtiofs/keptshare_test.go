@@ -19,6 +19,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // killsEnv is the number of kills of each test; the default is small.
@@ -43,39 +45,34 @@ type keptShare struct {
 	plan  func(kill int) killPlan
 	kills atomic.Int64
 
-	mu sync.Mutex
-	at map[string]int // kills at steps
-
 	stopped chan struct{}
 	ended   chan struct{}
 }
 
-// A killPlan says when a process is killed: at a step, when it comes the given number of times, or
-// some time after its start.
+// A killPlan says when a process is killed: at a step, when it comes the given number of times.
 type killPlan struct {
 	step  string
 	count int
-	delay time.Duration
 }
 
 // newKeptShare serves a share by processes that are killed as planned, n times. The last one stays
 // until the test ends.
 func newKeptShare(t *testing.T, n int, plan func(kill int) killPlan) *keptShare {
 	t.Helper()
-	s := &keptShare{t: t, dir: t.TempDir(), plan: plan, at: make(map[string]int), stopped: make(chan struct{}),
+	s := &keptShare{t: t, dir: t.TempDir(), plan: plan, stopped: make(chan struct{}),
 		ended: make(chan struct{})}
 	server, err := nfsserve.Run(context.Background(), nfsserve.Config{Dir: s.dir, RDMAListen: "127.0.0.1:0",
 		TCPListen: "127.0.0.1:0", StateDir: t.TempDir(), NoRootSquash: true,
 		Provider: softiwarp.New(softiwarp.Config{})})
-	must(t, err)
+	kit.Must(t, err)
 	t.Cleanup(func() { _ = server.Close() })
 	host, port, err := net.SplitHostPort(server.TCPAddr)
-	must(t, err)
+	kit.Must(t, err)
 	number, err := strconv.Atoi(port)
-	must(t, err)
+	kit.Must(t, err)
 	root, err := mountd.Mount(context.Background(), mountd.Args{Host: host, Port: number, Export: s.dir,
 		Cred: &sunrpc.AuthSys{Machine: "test"}})
-	must(t, err)
+	kit.Must(t, err)
 	s.order = childOrder{Socket: filepath.Join(t.TempDir(), "s"), RDMA: server.RDMAAddr.String(), Root: root.FH.Bytes()}
 	ready := make(chan struct{})
 	go s.run(n, ready)
@@ -88,7 +85,7 @@ func newKeptShare(t *testing.T, n int, plan func(kill int) killPlan) *keptShare 
 	})
 	select {
 	case <-ready:
-	case <-time.After(testTimeout):
+	case <-time.After(kit.Timeout):
 		t.Fatal("the first process does not serve the share")
 	}
 	return s
@@ -138,16 +135,16 @@ func (s *keptShare) process(plan killPlan, alive func()) bool {
 	o := s.order
 	o.Step, o.Kill, o.Resume = plan.step, plan.count, s.kept != nil
 	text, err := json.Marshal(&o)
-	must(s.t, err)
+	kit.Must(s.t, err)
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
-	must(s.t, err)
+	kit.Must(s.t, err)
 	defer unix.Close(fds[0])
 	other := os.NewFile(uintptr(fds[1]), "reports")
 	cmd := exec.Command("/proc/self/exe")
 	cmd.Env = append(os.Environ(), childEnv+"="+string(text))
 	cmd.Stdout, cmd.Stderr = os.Stderr, os.Stderr
 	cmd.ExtraFiles = append([]*os.File{other}, s.kept...)
-	must(s.t, cmd.Start())
+	kit.Must(s.t, cmd.Start())
 	_ = other.Close()
 	var reports sync.WaitGroup
 	reports.Go(func() { s.receive(fds[0], alive, cmd) })
@@ -156,16 +153,9 @@ func (s *keptShare) process(plan killPlan, alive func()) bool {
 		defer close(exited)
 		_ = cmd.Wait()
 	}()
-	var timer <-chan time.Time
-	if plan.step == "" && alive == nil {
-		timer = time.After(plan.delay)
-	} else if alive == nil {
-		timer = time.After(stepTimeout)
-	}
 	stopped := false
 	select {
 	case <-exited:
-	case <-timer:
 	case <-s.stopped:
 		stopped = true
 	}
@@ -174,9 +164,6 @@ func (s *keptShare) process(plan killPlan, alive func()) bool {
 	reports.Wait()
 	return !stopped
 }
-
-// stepTimeout is how long a process lives that does not come to its step.
-const stepTimeout = 2 * time.Second
 
 // receive receives the reports of a process.
 func (s *keptShare) receive(fd int, alive func(), cmd *exec.Cmd) {
@@ -190,19 +177,15 @@ func (s *keptShare) receive(fd int, alive func(), cmd *exec.Cmd) {
 			return
 		}
 		var r childReport
-		must(s.t, json.Unmarshal(b[:n], &r))
+		kit.Must(s.t, json.Unmarshal(b[:n], &r))
 		kept, err := parseRights(oob[:oobn])
-		must(s.t, err)
+		kit.Must(s.t, err)
 		for _, fd := range kept {
 			s.kept = append(s.kept, os.NewFile(uintptr(fd), "kept"))
 		}
 		switch {
 		case r.Err != "":
 			s.t.Errorf("process: %s", r.Err)
-		case r.At != "":
-			s.mu.Lock()
-			s.at[r.At]++
-			s.mu.Unlock()
 		case r.Ready && alive != nil:
 			alive()
 			_ = cmd.Process.Kill()

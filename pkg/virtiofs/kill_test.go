@@ -3,111 +3,96 @@ package virtiofs
 import (
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"os"
 	"path/filepath"
-	"sync"
-	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-// runLoad runs workers and messages until the planned kills are over.
-func (s *keptShare) runLoad(n, workers int) {
-	t := s.t
-	v := (&device{socket: s.order.Socket}).connect(t)
-	v.mount()
-	v.queues[1].create(1, "begin")
-	done := make(chan struct{})
-	var collectors, all sync.WaitGroup
-	var mu sync.Mutex
-	loads := []*load{{v: v, q: v.queues[1], mu: &mu}, {v: v, q: v.queues[2], mu: &mu}}
-	failed := func() bool { return loads[0].failed.Load() != nil || loads[1].failed.Load() != nil }
-	var errMessages atomic.Pointer[error]
-	over := func() bool {
-		return s.kills.Load() >= int64(n) || t.Failed() || failed() || errMessages.Load() != nil
-	}
-	for i := range workers {
-		l := loads[i%len(loads)]
-		w := &worker{load: l, slot: i, name: fmt.Sprintf("w%d", i)}
-		rng := rand.New(rand.NewPCG(1, uint64(i)))
-		all.Go(func() {
-			w.begin()
-			for !over() {
-				w.round(rng)
-			}
-			if !failed() {
-				w.end(s.dir)
-			}
-		})
-	}
-	for _, l := range loads {
-		collectors.Go(func() { l.collect(done) })
-	}
-	stopMessages := make(chan struct{})
-	var messages sync.WaitGroup
-	messages.Go(func() {
-		if err := v.messages(v.queues[0], stopMessages); err != nil {
-			errMessages.Store(&err)
-		}
-	})
-	all.Wait()
-	close(stopMessages)
-	messages.Wait()
-	close(done)
-	for _, l := range loads {
-		_, _ = unix.Write(l.q.call, le64(1))
-	}
-	collectors.Wait()
-	for _, l := range loads {
-		if text := l.failed.Load(); text != nil {
-			t.Error(*text)
-		}
-	}
-	if err := errMessages.Load(); err != nil {
-		t.Errorf("messages of the VMM: %v", *err)
-	}
-	must(t, v.conn.SetReadDeadline(time.Now().Add(20*time.Millisecond)))
-	if n, err := v.conn.Read(make([]byte, 1)); !errors.Is(err, os.ErrDeadlineExceeded) {
-		t.Errorf("another reply of the device: %d bytes, %v", n, err)
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	t.Logf("%d kills; at steps: %v", s.kills.Load(), s.at)
-}
-
-// TestKillAtRandomTimes kills the process of a share under load, also while it continues the share.
-func TestKillAtRandomTimes(t *testing.T) {
-	n := kills(t, 25)
-	rng := rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), 1))
-	s := newKeptShare(t, n, func(int) killPlan {
-		return killPlan{delay: time.Duration(rng.IntN(250)) * time.Millisecond}
-	})
-	s.runLoad(n, 8)
-}
-
-// TestKillAtSteps kills the process of a share between two steps of its operations.
+// TestKillAtSteps kills the process of a share between two steps of its operations, while a guest
+// makes requests and the VMM pauses the guest. No request may be lost or executed twice, no reply
+// may be lost or come twice, and no interrupt may be lost.
 func TestKillAtSteps(t *testing.T) {
 	steps := []string{"answer", "completion recorded", "dropped descriptors", "executed a message", "message removed",
 		"published", "record of a queue", "record of the share", "reply in the pipe", "reply sent", "request completed",
 		"request handled", "request in progress", "request not in progress", "request taken", "used element"}
-	n := kills(t, 3*len(steps))
-	rng := rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), 2))
+	n := kills(t, 2*len(steps))
 	s := newKeptShare(t, n, func(kill int) killPlan {
-		return killPlan{step: steps[kill%len(steps)], count: 1 + rng.IntN(20)}
+		return killPlan{step: steps[kill%len(steps)], count: 1 + kill/len(steps)%10}
 	})
-	// With one request at a time on each queue, no other request hides a lost interrupt.
-	s.runLoad(n, 2)
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, step := range steps {
-		if s.at[step] == 0 {
-			t.Errorf("no kill at step %q", step)
-		}
+	v := (&device{socket: s.order.Socket}).connect(t)
+	v.mount()
+	q := v.queues[1]
+	q.create(1, "begin")
+	reply, errno := q.do(encode(v, opCreate, 1, fuse.CreateIn{Flags: appendFlags, Mode: 0o644}, "lines\x00"), 256)
+	lines := out[fuse.CreateOut](t, reply, errno)
+	want := ""
+	for i := 0; s.kills.Load() < int64(n) && !t.Failed(); i++ {
+		kit.Must(t, v.conn.SetDeadline(time.Now().Add(kit.Timeout)))
+		want += s.round(v, lines, i)
+		v.pause()
 	}
+	q.expect(0, encode(v, opFsync, lines.NodeId, fuse.FsyncIn{Fh: lines.Fh}))
+	got, err := os.ReadFile(filepath.Join(s.dir, "lines"))
+	kit.Must(t, err)
+	if string(got) != want {
+		t.Errorf("lines on the server: got %d bytes, want %d", len(got), len(want))
+	}
+}
+
+const appendFlags = syscall.O_RDWR | syscall.O_APPEND
+
+// round makes requests whose second execution would fail or change the result. It returns the line
+// that it appends to a file.
+func (s *keptShare) round(v *vmm, lines *fuse.CreateOut, i int) string {
+	t, q := s.t, v.queues[1+i%2]
+	dir := fmt.Sprintf("d%d\x00", i)
+	reply, errno := q.do(encode(v, opMkdir, 1, fuse.MkdirIn{Mode: 0o755}, dir), 256)
+	made := out[fuse.EntryOut](t, reply, errno)
+	reply, errno = q.do(encode(v, opLookup, 1, fuse.InHeader{}, dir), 256)
+	if found := out[fuse.EntryOut](t, reply, errno); found.NodeId != made.NodeId {
+		t.Errorf("lookup of a new directory: got node %d, want %d", found.NodeId, made.NodeId)
+	}
+	// One of two references: the node must stay.
+	q.prepare(0, encode(v, opForget, made.NodeId, fuse.ForgetIn{Nlookup: 1}), 0)
+	q.offer(0)
+	if _, _, ok := q.used(); !ok {
+		t.Fatal("FORGET did not come back")
+	}
+	q.expect(0, encode(v, opGetAttr, made.NodeId, fuse.GetAttrIn{}))
+	q.expect(0, encode(v, opRmdir, 1, fuse.InHeader{}, dir))
+	line := fmt.Sprintf("line %d\n", i)
+	q.expect(0, encode(v, opWrite, lines.NodeId, fuse.WriteIn{Fh: lines.Fh, Size: uint32(len(line)),
+		Flags: appendFlags}, line))
+	return line
+}
+
+// expect sends a request and checks the status of its reply.
+func (q *queue) expect(want syscall.Errno, in []byte) {
+	q.v.t.Helper()
+	if _, errno := q.do(in, 256); errno != want {
+		q.v.t.Fatalf("opcode %d: got %v, want %v", in[4], errno, want)
+	}
+}
+
+// pause sends the messages of a VMM that pauses its guest, and gives the memory again.
+func (v *vmm) pause() {
+	v.t.Helper()
+	if f := v.ask(msgGetFeatures); f != features {
+		v.t.Fatalf("features: got %#x", f)
+	}
+	q := v.queues[2]
+	if base := q.stop(); base != int(q.avail) {
+		v.t.Fatalf("index of a stopped queue: got %d, want %d", base, q.avail)
+	}
+	q.start(int(q.avail))
+	v.setMemory()
 }
 
 // TestDamagedMemoryEndsConnection truncates the file of the guest's memory before the process is
@@ -116,8 +101,8 @@ func TestDamagedMemoryEndsConnection(t *testing.T) {
 	s := newKeptShare(t, 0, nil)
 	d := &device{socket: s.order.Socket, unsealed: true}
 	v := d.connect(t)
-	must(t, unix.Ftruncate(v.memfd, slotBase))
-	must(t, os.WriteFile(filepath.Join(s.dir, "begin"), nil, 0o644))
+	kit.Must(t, unix.Ftruncate(v.memfd, slotBase))
+	kit.Must(t, os.WriteFile(filepath.Join(s.dir, "begin"), nil, 0o644))
 	if n, err := v.conn.Read(make([]byte, 1)); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Fatalf("connection: got %d bytes, %v, want its end", n, err)
 	}
@@ -141,7 +126,7 @@ func TestDamagedRequestStopsQueue(t *testing.T) {
 		t.Fatalf("lookup: got %v, want ENOENT", errno)
 	}
 	putDescriptor(broken.desc(2), 4096, 64, 0, 0)
-	must(t, os.WriteFile(filepath.Join(s.dir, "begin"), nil, 0o644)) // the test kills the process
+	kit.Must(t, os.WriteFile(filepath.Join(s.dir, "begin"), nil, 0o644)) // the test kills the process
 	if head, size, ok := broken.used(); !ok || head != 2 || size != 0 {
 		t.Fatalf("damaged request: got descriptor %d, %d bytes, %v, want 2, 0 bytes", head, size, ok)
 	}

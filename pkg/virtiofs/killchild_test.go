@@ -20,6 +20,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // childEnv makes the test binary a process that serves a share. Descriptor 3 is a socket for
@@ -39,8 +41,7 @@ type childOrder struct {
 // A childReport is a message of the process.
 type childReport struct {
 	Err   string
-	Ready bool   // the share is served
-	At    string // the step at which the process kills itself now
+	Ready bool // the share is served
 }
 
 // childBuffers is the number of buffers of the file system.
@@ -134,7 +135,6 @@ func serveChild(o *childOrder) error {
 	left.Store(int64(o.Kill))
 	atStep = func(what string) {
 		if what == o.Step && left.Add(-1) == 0 {
-			report(&childReport{At: what})
 			_ = unix.Kill(os.Getpid(), unix.SIGKILL)
 			select {}
 		}
@@ -161,7 +161,7 @@ func serveChild(o *childOrder) error {
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), kit.Timeout)
 	defer cancel()
 	if err := tr.Connect(ctx); err != nil {
 		return err

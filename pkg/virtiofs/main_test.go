@@ -39,16 +39,6 @@ func TestMain(m *testing.M) {
 	kit.Main(m)
 }
 
-// testTimeout bounds each wait of a test.
-const testTimeout = 30 * time.Second
-
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
 // waitingFS makes LOOKUPs of the name "wait" wait for their INTERRUPT.
 type waitingFS struct {
 	*fusefs.FS
@@ -114,7 +104,7 @@ func newDevice(t testing.TB) *device {
 	s, err := nfsserve.Run(context.Background(), nfsserve.Config{Dir: dir, RDMAListen: "127.0.0.1:0",
 		TCPListen: "127.0.0.1:0", StateDir: t.TempDir(), NoRootSquash: true,
 		Provider: softiwarp.New(softiwarp.Config{})})
-	must(t, err)
+	kit.Must(t, err)
 	t.Cleanup(func() {
 		if err := s.Close(); err != nil {
 			t.Errorf("close server: %v", err)
@@ -128,25 +118,25 @@ func newDeviceOf(t testing.TB, s *server.Server) *device {
 	t.Helper()
 	d := &device{dir: s.Dir, socket: filepath.Join(t.TempDir(), "vfs.sock"), log: &logBuffer{}}
 	host, port, err := net.SplitHostPort(s.TCPAddr)
-	must(t, err)
+	kit.Must(t, err)
 	number, err := strconv.Atoi(port)
-	must(t, err)
+	kit.Must(t, err)
 	root, err := mountd.Mount(context.Background(), mountd.Args{Host: host, Port: number, Export: d.dir,
 		Cred: &sunrpc.AuthSys{Machine: "test"}})
-	must(t, err)
+	kit.Must(t, err)
 	tr, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: s.RDMAAddr})
-	must(t, err)
-	must(t, tr.Connect(context.Background()))
+	kit.Must(t, err)
+	kit.Must(t, tr.Connect(context.Background()))
 	pool := membuf.NewPool(fusefs.MaxIOSize, 16)
 	opts := fusefs.DefaultOptions()
 	opts.Guest, opts.ReadInPlace, opts.Buffers = true, true, pool
 	fs, err := fusefs.New(context.Background(), nfs3.NewClient(tr, nfs3.Options{}), root.FH, opts)
-	must(t, err)
+	kit.Must(t, err)
 	d.fs = &waitingFS{FS: fs}
 	logger := hclog.New(&hclog.LoggerOptions{Output: d.log, Level: hclog.Debug})
 	d.server, err = Listen(Config{Socket: d.socket, FS: d.fs, Log: logger,
 		Options: fs.GuestOptions(logger.StandardLogger(nil))})
-	must(t, err)
+	kit.Must(t, err)
 	t.Cleanup(func() {
 		if err := d.server.Close(); err != nil {
 			t.Errorf("close: %v", err)
@@ -154,7 +144,7 @@ func newDeviceOf(t testing.TB, s *server.Server) *device {
 		if _, err := os.Lstat(d.socket); !os.IsNotExist(err) {
 			t.Errorf("socket after close: got %v, want no file", err)
 		}
-		ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
+		ctx, cancel := context.WithTimeout(context.Background(), kit.Timeout)
 		defer cancel()
 		fs.Close(ctx)
 		if n := pool.Out(); n != 0 {
@@ -227,18 +217,18 @@ func (d *device) connect(t testing.TB) *vmm {
 func (d *device) dial(t testing.TB) *vmm {
 	t.Helper()
 	c, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: d.socket, Net: "unix"})
-	must(t, err)
-	must(t, c.SetDeadline(time.Now().Add(testTimeout)))
+	kit.Must(t, err)
+	kit.Must(t, c.SetDeadline(time.Now().Add(kit.Timeout)))
 	v := &vmm{t: t, conn: c, unique: 1000}
 	v.memfd, err = unix.MemfdCreate("guest", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
-	must(t, err)
-	must(t, unix.Ftruncate(v.memfd, memSize))
+	kit.Must(t, err)
+	kit.Must(t, unix.Ftruncate(v.memfd, memSize))
 	if !d.unsealed { // as memory-backend-memfd of QEMU
 		_, err = unix.FcntlInt(uintptr(v.memfd), unix.F_ADD_SEALS, memfd.Sealed)
-		must(t, err)
+		kit.Must(t, err)
 	}
 	v.mem, err = unix.Mmap(v.memfd, 0, memSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
-	must(t, err)
+	kit.Must(t, err)
 	t.Cleanup(func() {
 		c.Close()
 		unix.Munmap(v.mem)
@@ -282,11 +272,11 @@ func (v *vmm) receive() ([]byte, error) {
 // message sends a message and waits until it is executed.
 func (v *vmm) message(kind uint32, payload []byte, fds ...int) {
 	v.t.Helper()
-	must(v.t, v.send(kind, flagNeedReply, payload, fds...))
+	kit.Must(v.t, v.send(kind, flagNeedReply, payload, fds...))
 	if kind == msgSetOwner || kind == msgSetFeatures || kind == msgSetProtocolFeatures {
 		if kind == msgSetProtocolFeatures {
 			_, err := v.receive()
-			must(v.t, err)
+			kit.Must(v.t, err)
 		}
 		return // before REPLY_ACK is negotiated
 	}
@@ -298,9 +288,9 @@ func (v *vmm) message(kind uint32, payload []byte, fds ...int) {
 
 func (v *vmm) ask(kind uint32) uint64 {
 	v.t.Helper()
-	must(v.t, v.send(kind, 0, nil))
+	kit.Must(v.t, v.send(kind, 0, nil))
 	reply, err := v.receive()
-	must(v.t, err)
+	kit.Must(v.t, err)
 	return binary.LittleEndian.Uint64(reply)
 }
 
@@ -325,9 +315,9 @@ func (v *vmm) newQueue(index int) *queue {
 	q := &queue{v: v, index: index}
 	var err error
 	q.kick, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
-	must(v.t, err)
+	kit.Must(v.t, err)
 	q.call, err = unix.Eventfd(0, unix.EFD_CLOEXEC)
-	must(v.t, err)
+	kit.Must(v.t, err)
 	return q
 }
 
@@ -354,9 +344,9 @@ func (q *queue) start(base int) {
 // stop stops the queue and returns its index.
 func (q *queue) stop() int {
 	q.v.t.Helper()
-	must(q.v.t, q.v.send(msgGetVringBase, 0, state(q.index, 0)))
+	kit.Must(q.v.t, q.v.send(msgGetVringBase, 0, state(q.index, 0)))
 	reply, err := q.v.receive()
-	must(q.v.t, err)
+	kit.Must(q.v.t, err)
 	return int(binary.LittleEndian.Uint32(reply[4:]))
 }
 
@@ -391,20 +381,23 @@ func (q *queue) offer(head int) {
 }
 
 // used waits for a request that the device gives back, and returns its first descriptor and size.
+// It waits for the interrupt before it looks again, as a guest does.
 func (q *queue) used() (head, size int, ok bool) {
 	ring := q.usedRing()
-	for end := time.Now().Add(testTimeout); time.Now().Before(end); {
+	for {
 		if uint16(atomic.LoadUint32((*uint32)(unsafe.Pointer(&ring[0])))>>16) != q.lastUsed {
 			e := ring[ringHeader+usedElement*(int(q.lastUsed)%ringSize):]
 			q.lastUsed++
 			return int(binary.LittleEndian.Uint32(e)), int(binary.LittleEndian.Uint32(e[4:])), true
 		}
 		q.poll[0] = unix.PollFd{Fd: int32(q.call), Events: unix.POLLIN}
-		if n, _ := unix.Poll(q.poll[:], 1000); n == 1 {
+		switch n, err := unix.Poll(q.poll[:], int(kit.Timeout.Milliseconds())); {
+		case n == 1:
 			_, _ = unix.Read(q.call, q.count[:])
+		case err == nil:
+			return 0, 0, false
 		}
 	}
-	return 0, 0, false
 }
 
 // do sends a request in slot 0 and returns the data of the reply.
