@@ -118,9 +118,9 @@ func TestTagFollowsTheRequest(t *testing.T) {
 // TestEndedDoesNotAllocate checks that the measurement of a request allocates nothing, and that
 // requests without Replied do not pile up.
 func TestEndedDoesNotAllocate(t *testing.T) {
-	var ended int
+	var ended, observed int
 	fs := &FS{creds: newCredentials(new(Counters), nil), opts: Options{Ended: func(Ended) { ended++ },
-		Tag: func() any { return nil }}}
+		Observe: func(Sample) { observed++ }, Tag: func() any { return nil }}}
 	defer fs.interrupts.stop()
 	var h fuse.InHeader // pid 0, so that no groups are read from /proc
 	var rpc ledger.Times
@@ -137,6 +137,9 @@ func TestEndedDoesNotAllocate(t *testing.T) {
 		fs.Replied(h.Unique, ledger.Now())
 	}); n != 0 {
 		t.Errorf("allocations per request: got %v, want 0", n)
+	}
+	if observed != 1001 {
+		t.Errorf("calls of Observe: got %d, want 1001", observed)
 	}
 	if ended != 1001 || len(fs.interrupts.ended) != 0 {
 		t.Errorf("got %d calls of Ended and %d requests left, want 1001 and 0", ended, len(fs.interrupts.ended))
