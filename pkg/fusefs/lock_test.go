@@ -81,6 +81,24 @@ func TestLockSeesNewNames(t *testing.T) {
 	}
 }
 
+// TestLockWritesDataFirst requests and releases a lock of a file with data that the server does not
+// have. Each must send the data first: another client sees it.
+func TestLockWritesDataFirst(t *testing.T) {
+	e := startOwnExport(t)
+	m, _ := e.mountWithLocks(t)
+	f, err := os.Create(m.path("f"))
+	must(t, err)
+	defer f.Close()
+	want := ""
+	for _, typ := range []int16{unix.F_RDLCK, unix.F_UNLCK} {
+		_, err = f.WriteString("data")
+		must(t, err)
+		want += "data"
+		setLock(t, f, typ)
+		wantContent(t, filepath.Join(e.dir, "f"), []byte(want))
+	}
+}
+
 // TestCloseOfOtherDescriptorWritesBeforeUnlock closes a descriptor that is open for reading. The
 // kernel then releases the locks that the process set by another descriptor. The data that was
 // written under the lock must be on the server before.
