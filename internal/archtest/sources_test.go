@@ -26,8 +26,8 @@ func files(t *testing.T, suffix string) map[string]string {
 			return err
 		}
 		if d.IsDir() {
-			name := d.Name()
-			if path != root && (strings.HasPrefix(name, ".") || slices.Contains([]string{"testdata", "bin", "dist"}, name)) {
+			left := []string{"testdata", "bin", "dist"}
+			if path != root && (strings.HasPrefix(d.Name(), ".") || slices.Contains(left, d.Name())) {
 				return fs.SkipDir
 			}
 			return nil

@@ -457,7 +457,8 @@ func TestModel(t *testing.T) {
 			r.pool.Destroy()
 			r.checkTrace(t)
 			if r.stats.Total() != 0 || r.stats.Free() != 0 {
-				t.Fatalf("gauges after the last Destroy: got %d MRs, %d free; want 0, 0", r.stats.Total(), r.stats.Free())
+				t.Fatalf("gauges after the last Destroy: got %d MRs, %d free; want 0, 0", r.stats.Total(),
+					r.stats.Free())
 			}
 			if err := r.stats.checkFailed(); err != nil {
 				t.Fatal(err)

@@ -125,7 +125,8 @@ func (rep *report) drawRatios() []byte {
 		lines[i] = line{o.Name, fmt.Sprintf("%s (%s)", bench.Digits(o.Value.Median),
 			strings.TrimSpace(o.bound()+" "+o.Unit)), []bar{b}, false}
 	}
-	return chart("Goals: 1 and more is met (median)", [][2]string{{"met", green}, {"not met", red}}, lines, lo, hi, true)
+	legend := [][2]string{{"met", green}, {"not met", red}}
+	return chart("Goals: 1 and more is met (median)", legend, lines, lo, hi, true)
 }
 
 // drawCPU shows the processor time of the processes behind a call.

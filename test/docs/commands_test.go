@@ -201,7 +201,8 @@ func TestCommands(t *testing.T) {
 		if !strings.Contains(page, "`"+s.quote+"`") {
 			t.Errorf("docs/troubleshooting.md does not quote `%s`", s.quote)
 		}
-		if missing := missingParts(s.quote, strings.Join(strings.Fields(output), " ")); code == "0" || len(missing) > 0 {
+		missing := missingParts(s.quote, strings.Join(strings.Fields(output), " "))
+		if code == "0" || len(missing) > 0 {
 			t.Errorf("%s: got exit code %s and %q, want a failure with %q", s.script, code, output, s.quote)
 		}
 	}

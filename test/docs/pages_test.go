@@ -142,7 +142,7 @@ func TestSourceNamesExistingSections(t *testing.T) {
 // the languages of blocks, by which other tests find commands.
 func TestTargetsAndFilesExist(t *testing.T) {
 	languages := []string{"sh", "console", "text", "fstab", "toml", "yaml"}
-	path := regexp.MustCompile(`(?:^|[\s` + "`" + `])(?:\./)?((?:cmd|configs|deploy|docs|internal|pkg|test)/[\w./-]*\w)`)
+	path := regexp.MustCompile("(?:^|[\\s`])" + `(?:\./)?((?:cmd|configs|deploy|docs|internal|pkg|test)/[\w./-]*\w)`)
 	command := regexp.MustCompile(`(?m)(?:^|[\s` + "`" + `])make ([a-z-]+)`)
 	makefile := read(t, filepath.Join(root, "Makefile"))
 	files, targets := 0, 0
