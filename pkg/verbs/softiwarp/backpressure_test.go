@@ -10,6 +10,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"golang.org/x/sys/unix"
 )
 
 // smallBuffers is a configuration whose socket is full after little data.
@@ -104,6 +105,7 @@ func TestNothingIsSentAfterClose(t *testing.T) {
 	p.send(zeroWrite())
 	done := v.postWrite(8 << 20)
 	p.mustNext() // the writer is in the middle of the message
+	waitForFullWindow(t, v.qp)
 	v.id.Close()
 	<-done
 	for {
@@ -115,6 +117,25 @@ func TestNothingIsSentAfterClose(t *testing.T) {
 			t.Fatalf("end of the stream: got %v, want ECONNRESET", err)
 		}
 	}
+}
+
+// waitForFullWindow waits until the socket of q holds data that does not fit into the window of the
+// peer. The kernel sends other data at once, also while the writer does not run.
+func waitForFullWindow(t *testing.T, q *qp) {
+	t.Helper()
+	raw, err := q.conn.SyscallConn()
+	kit.Must(t, err)
+	full := 0 // consecutive polls
+	kit.Eventually(t, "full window", func() bool {
+		var unsent int
+		kit.Must(t, raw.Control(func(fd uintptr) { unsent, err = unix.IoctlGetInt(int(fd), unix.SIOCOUTQNSD) }))
+		kit.Must(t, err)
+		full++
+		if unsent == 0 {
+			full = 0
+		}
+		return full == 20
+	})
 }
 
 // TestMessagesAreNotInterleaved posts requests while a Read Response is sent. The requests must
