@@ -48,8 +48,8 @@ func (c *rawClient) readOf(xid uint32, seg rpcrdma.Segment, room, n int) {
 	}
 }
 
-// TestSmallCallsDoNotWaitForOthers checks that READs are answered while another call of the connection
-// waits, and that each of them gives its buffers back.
+// TestSmallCallsDoNotWaitForOthers checks that READs are answered while another call of the
+// connection waits, and that each of them gives its buffers back.
 func TestSmallCallsDoNotWaitForOthers(t *testing.T) {
 	const reads = 100
 	h := &tryHandler{release: make(chan struct{})}

@@ -387,7 +387,8 @@ func TestErrReplySizeGetsErrChunk(t *testing.T) {
 	c.exchange(&rpcrdma.Header{XID: 2}, rpcCall(2, progNFS, 3, 0, nil))
 }
 
-// TestMessageMemoryIsShared checks that a client address that keeps all the message memory that it can get leaves memory to others.
+// TestMessageMemoryIsShared checks that a client address that keeps all the message memory that it
+// can get leaves memory to others.
 func TestMessageMemoryIsShared(t *testing.T) {
 	const buffers = 8
 	m := newMemBudget(buffers)

@@ -31,7 +31,8 @@ func capture(t *testing.T, addr netip.AddrPort, f func()) string {
 		t.Fatal("tshark is not installed; run make deps, or install tshark")
 	}
 	file := filepath.Join(t.TempDir(), "siw.pcapng")
-	cmd := exec.Command(dumpcap, "-q", "-i", "lo", "-B", "64", "-f", fmt.Sprintf("tcp port %d", addr.Port()), "-w", file)
+	filter := fmt.Sprintf("tcp port %d", addr.Port())
+	cmd := exec.Command(dumpcap, "-q", "-i", "lo", "-B", "64", "-f", filter, "-w", file)
 	stderr, err := cmd.StderrPipe()
 	kit.Must(t, err)
 	kit.Must(t, cmd.Start())

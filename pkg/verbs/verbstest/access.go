@@ -306,15 +306,13 @@ func testWithdraw(t *testing.T, s *suite) {
 		}
 		first := newCompletions()
 		e.recv(first, e.Buffer(1))
-		open := func() {
-			p.active.post(newCompletions(), &verbs.WorkRequest{Opcode: verbs.OpSend,
-				SGList: []verbs.SGE{p.active.Buffer(1)}})
-		}
+		send := &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{p.active.Buffer(1)}}
+		open := func() { p.active.post(newCompletions(), send) }
+		var want []byte
+		var last window // of a chain that was taken back
 		if round%2 == 1 {
 			open()
 		}
-		var want []byte
-		var last window // of a chain that was taken back
 		for i := range regs {
 			if round < fenceRounds/2 {
 				i = chains - 1 - i // behind requests that are not executed

@@ -214,7 +214,8 @@ func (l *requestLog) check(side string) {
 // stormRounds is the number of connections that the storm ends.
 const stormRounds = 8
 
-// testDisconnectStorm ends connections under full load in both directions, in different ways. Each request completes exactly once.
+// testDisconnectStorm ends connections under full load in both directions, in different ways. Each
+// request completes exactly once.
 func testDisconnectStorm(t *testing.T, s *suite) {
 	prov, l := s.listen(t)
 	for round := range stormRounds {

@@ -174,7 +174,8 @@ func testGaps(t *testing.T, s *suite) {
 	}
 }
 
-// testManyReads posts more RDMA Reads than the negotiated depth, and a Send. They complete in order.
+// testManyReads posts more RDMA Reads than the negotiated depth, and a Send. They complete in
+// order.
 func testManyReads(t *testing.T, s *suite) {
 	const n = 40
 	p := s.pair(t, options{activeParam: verbs.ConnParam{InitiatorDepth: 3, ResponderResources: 3},

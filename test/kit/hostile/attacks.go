@@ -20,8 +20,8 @@ import (
 
 var cred = sunrpc.AppendAuthNone(nil)
 
-// An attack is an action of the server that the protocol forbids. Unless a field says otherwise, the
-// server attacks the write chunk of a READ, after the call has ended.
+// An attack is an action of the server that the protocol forbids. Unless a field says otherwise,
+// the server attacks the write chunk of a READ, after the call has ended.
 type attack struct {
 	name   string
 	access faults.Attack // if it has an opcode

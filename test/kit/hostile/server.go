@@ -171,17 +171,8 @@ func (v *Server) serve(ctx context.Context, req verbs.ConnRequest) (err error) {
 		OnDisconnect: func(error) { close(gone) }}); err != nil {
 		return err
 	}
-	for i := range attackDepth / 2 {
-		r := &verbs.RecvRequest{SGE: verbs.SGE{Buf: in.Buf[i*attackMessage : (i+1)*attackMessage], LKey: in.LKey}}
-		r.Done = func(wc *verbs.WorkCompletion) {
-			if wc.Status == verbs.StatusSuccess {
-				c.calls <- bytes.Clone(r.SGE.Buf[:wc.ByteLen])
-				c.qp.PostRecv(r)
-			}
-		}
-		if _, err := c.qp.PostRecv(r); err != nil {
-			return err
-		}
+	if err := c.postReceives(in); err != nil {
+		return err
 	}
 	private := rpcrdma.Private{SendSize: attackInline, RecvSize: attackInline}.Append(nil)
 	if req.Accept(ctx, verbs.ConnParam{PrivateData: private, InitiatorDepth: 16}) != nil {
@@ -200,6 +191,23 @@ func (v *Server) serve(ctx context.Context, req verbs.ConnRequest) (err error) {
 			return nil
 		}
 	}
+}
+
+// postReceives posts the Receives of the connection in the memory in.
+func (c *conn) postReceives(in verbs.SGE) error {
+	for i := range attackDepth / 2 {
+		r := &verbs.RecvRequest{SGE: verbs.SGE{Buf: in.Buf[i*attackMessage : (i+1)*attackMessage], LKey: in.LKey}}
+		r.Done = func(wc *verbs.WorkCompletion) {
+			if wc.Status == verbs.StatusSuccess {
+				c.calls <- bytes.Clone(r.SGE.Buf[:wc.ByteLen])
+				c.qp.PostRecv(r)
+			}
+		}
+		if _, err := c.qp.PostRecv(r); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func (v *Server) forget(c *conn) {
@@ -232,8 +240,8 @@ func (c *conn) do(wr *verbs.WorkRequest) verbs.Status {
 	return c.wait(wr.Opcode, ended)
 }
 
-// wait waits for the status of a posted request. After attackTimeout it drains the queue pair, which
-// completes the request.
+// wait waits for the status of a posted request. After attackTimeout it drains the queue pair,
+// which completes the request.
 func (c *conn) wait(op verbs.Opcode, ended <-chan verbs.Status) verbs.Status {
 	select {
 	case st := <-ended:
