@@ -554,7 +554,9 @@ func TestEveryRequestGetsReply(t *testing.T) {
 // TestRejectedRepliesEndRequests makes write(2) of a reply fail.
 func TestRejectedRepliesEndRequests(t *testing.T) {
 	k := newKernel(t)
-	kit.Must(t, k.dev.Use(func(fd int) { kit.Must(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 16<<10)) }))
+	kit.Must(t, k.dev.Use(func(fd int) {
+		kit.Must(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 16<<10))
+	}))
 	fs := newTestFS()
 	fs.keepReplied = true
 	k.serve(fs)
