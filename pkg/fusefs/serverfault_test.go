@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -352,16 +353,19 @@ func TestForceUnmountEndsBlockedCalls(t *testing.T) {
 	must(t, os.WriteFile(filepath.Join(e.dir, "file"), []byte("x"), 0o644))
 	f, err := os.OpenFile(m.path("file"), os.O_RDWR, 0)
 	must(t, err)
+	// A call that begins late must not use the directory below the mount.
+	root, err := os.OpenRoot(m.dir)
+	must(t, err)
 	s.on(hang, allProcs()...)
 	calls := map[string]func() error{
 		"read":   func() error { _, err := f.ReadAt(make([]byte, 1), 0); return err },
-		"stat":   func() error { _, err := os.Stat(m.path("other")); return err },
-		"open":   func() error { _, err := os.Open(m.path("file")); return err },
-		"create": func() error { _, err := os.Create(m.path("new")); return err },
+		"stat":   func() error { _, err := root.Stat("other"); return err },
+		"open":   func() error { _, err := root.Open("file"); return err },
+		"create": func() error { _, err := root.Create("new"); return err },
 		// beyond the range of the read above
 		"fsync":    func() error { _, _ = f.WriteAt(randomBytes(7, 3<<20), 1<<20); return f.Sync() },
-		"readdir":  func() error { _, err := os.ReadDir(m.dir); return err },
-		"truncate": func() error { return os.Truncate(m.path("file"), 0) },
+		"readdir":  func() error { _, err := fs.ReadDir(root.FS(), "."); return err },
+		"truncate": func() error { return f.Truncate(0) },
 	}
 	type result struct {
 		name string
@@ -386,7 +390,7 @@ func TestForceUnmountEndsBlockedCalls(t *testing.T) {
 			t.Fatal("a call did not end after ForceUnmount")
 		}
 	}
-	_ = f.Close()
+	_ = errors.Join(f.Close(), root.Close())
 	if lines := mountLines(t, m); len(lines) != 0 {
 		t.Errorf("mount table after ForceUnmount: got %s, want no entry", lines)
 	}
