@@ -434,7 +434,7 @@ func TestKilledOwnerExits(t *testing.T) {
 	if len(read) > 0 {
 		t.Errorf("read without a server: got %v", <-read)
 	}
-	next := startServer(t, kept, init)
+	next := startServer(t, kept, init, nil)
 	select {
 	case err := <-read:
 		kit.Must(t, err)

@@ -8,6 +8,7 @@ import (
 	"log"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -30,11 +31,14 @@ func TestMain(m *testing.M) {
 	}
 	if mode := os.Getenv(serverEnv); mode != "" {
 		run := serveForTest
-		switch mode {
+		kind, argument, _ := strings.Cut(mode, ":")
+		switch kind {
 		case "stuck":
 			run = getStuck
 		case "call":
 			run = callForTest
+		case "use":
+			run, mode = useForTest, argument
 		}
 		if err := run(mode); err != nil {
 			log.Fatal(err)

@@ -1,17 +1,21 @@
 package front
 
 import (
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"os"
 	"os/exec"
+	"os/signal"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
+	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
@@ -19,10 +23,11 @@ import (
 )
 
 // serverEnv makes the test binary another process. "resume" continues the connection of descriptor
-// 3, whose INIT request comes through descriptor 4. See also getStuck and callForTest.
+// 3, whose INIT request comes through descriptor 4. "resume kept" also has the memory of
+// KeepRequests as descriptor 5. See also getStuck, callForTest and useForTest.
 const serverEnv = "NFSRDMAD_FRONT_TEST_SERVER"
 
-func serveForTest(string) error {
+func serveForTest(mode string) error {
 	dev, err := newDevice(3)
 	if err != nil {
 		return err
@@ -31,7 +36,14 @@ func serveForTest(string) error {
 	if err != nil {
 		return err
 	}
-	s, err := Resume(dev, newTestFS(), resumeOptions(), init, nil)
+	var mem *os.File
+	if mode == "resume kept" {
+		mem = os.NewFile(5, "memory")
+		defer mem.Close()
+	}
+	fs := newTestFS()
+	fs.delay = 2 * time.Millisecond // a process that is killed has requests in progress
+	s, err := Resume(dev, fs, resumeOptions(), init, mem)
 	if err != nil {
 		return err
 	}
@@ -45,19 +57,119 @@ func resumeOptions() *fuse.MountOptions {
 	return o
 }
 
-// startServer starts a process that continues the connection of dev.
-func startServer(t *testing.T, dev *os.File, init []byte) *exec.Cmd {
+// startServer starts a process that continues the connection of dev. mem is what Memory returned.
+func startServer(t *testing.T, dev *os.File, init []byte, mem *os.File) *exec.Cmd {
 	t.Helper()
 	r, w, err := os.Pipe()
 	kit.Must(t, err)
 	c := exec.Command("/proc/self/exe")
-	c.Env = append(os.Environ(), serverEnv+"=resume")
-	c.Stderr = os.Stderr
+	mode := "resume"
 	c.ExtraFiles = []*os.File{dev, r}
+	if mem != nil {
+		mode = "resume kept"
+		c.ExtraFiles = append(c.ExtraFiles, mem)
+	}
+	c.Env = append(os.Environ(), serverEnv+"="+mode)
+	c.Stderr = os.Stderr
 	kit.Must(t, c.Start())
 	_, err = w.Write(init)
 	kit.Must(t, errors.Join(err, r.Close(), w.Close()))
 	return c
+}
+
+// TestResumeAfterKill kills the process that serves a mount, again and again. The program on the
+// mount must see a pause and no error.
+func TestResumeAfterKill(t *testing.T) {
+	t.Run("resent", func(t *testing.T) { testResumeAfterKill(t, false) })
+	t.Run("kept", func(t *testing.T) { testResumeAfterKill(t, true) })
+}
+
+func testResumeAfterKill(t *testing.T, keep bool) {
+	kit.NeedsFUSE(t)
+	dir := t.TempDir()
+	dev, err := OpenDevice()
+	kit.Must(t, err)
+	defer dev.Close()
+	kit.Must(t, dev.Use(func(fd int) { mountTest(t, dir, fd) }))
+	first, err := NewDevFuse(dev, newTestFS(), resumeOptions())
+	kit.Must(t, err)
+	if keep {
+		kit.Must(t, first.KeepRequests())
+		defer first.requests.close()
+	}
+	mem, err := first.Memory()
+	kit.Must(t, err)
+	file, err := dev.File()
+	kit.Must(t, err)
+	defer func() { _ = errors.Join(file.Close(), mem.Close()) }()
+	server := startServer(t, file, first.Init(), mem)
+
+	// The program starts no other: a new process closes its copies of the descriptors of open files,
+	// and waits for the server. The signals of Go's scheduler would interrupt calls.
+	calls, callsEnd, err := os.Pipe()
+	kit.Must(t, err)
+	program := exec.Command("/proc/self/exe")
+	program.Env = append(os.Environ(), serverEnv+"=use:"+dir, "GODEBUG=asyncpreemptoff=1")
+	program.Stderr = os.Stderr
+	program.ExtraFiles = []*os.File{callsEnd}
+	kit.Must(t, program.Start())
+	kit.Must(t, callsEnd.Close())
+	for range killsOfServer {
+		kit.Must(t, calls.SetReadDeadline(time.Now().Add(kit.Timeout)))
+		if _, err := io.ReadFull(calls, make([]byte, callsPerKill)); err != nil {
+			t.Errorf("wait for calls on the mount: %v", err)
+			_ = unix.Unmount(dir, unix.MNT_FORCE) // ends the calls
+			break
+		}
+		kit.Must(t, server.Process.Kill())
+		_ = server.Wait()
+		server = startServer(t, file, first.Init(), mem)
+	}
+	kit.Must(t, calls.Close()) // ends the program
+	if err := program.Wait(); err != nil {
+		t.Errorf("program on the mount: %v", err)
+	}
+	kit.Must(t, unix.Unmount(dir, unix.MNT_DETACH))
+	_ = server.Wait()
+}
+
+// The server is killed killsOfServer times, each time after callsPerKill calls.
+const killsOfServer, callsPerKill = 8, 20
+
+// useForTest makes calls on the mount at dir from several threads, and writes a byte to descriptor 3
+// for each, until nothing reads there.
+func useForTest(dir string) error {
+	signal.Ignore(unix.SIGPIPE)
+	calls := os.NewFile(3, "calls")
+	file, err := unix.Open(dir+"/data", unix.O_RDONLY|unix.O_DIRECT|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	var group errgroup.Group
+	for i := range 6 {
+		group.Go(func() error {
+			random := rand.New(rand.NewPCG(1, uint64(i)))
+			buf := make([]byte, 64<<10)
+			for {
+				err := unix.Stat(dir+"/none", new(unix.Stat_t))
+				if !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.EINTR) { // EINTR: Go's runtime
+					return fmt.Errorf("stat of a missing name: got %v, want ENOENT", err)
+				}
+				off := random.Int64N(dataSize/4096-16) * 4096
+				n, err := unix.Pread(file, buf, off)
+				if errors.Is(err, unix.EINTR) {
+					continue
+				}
+				if err != nil || !bytes.Equal(buf[:n], fileData(off, len(buf))) {
+					return fmt.Errorf("read at %d: got %d bytes, %w, want %d bytes of the file", off, n, err, len(buf))
+				}
+				if _, err := calls.Write([]byte{0}); err != nil {
+					return nil
+				}
+			}
+		})
+	}
+	return group.Wait()
 }
 
 func TestResumeErrors(t *testing.T) {
