@@ -91,15 +91,4 @@ func TestOnWriteFollowsTheSocket(t *testing.T) {
 	want("after the first FPDU of the peer", 1, 0)
 	post(2)
 	want("after the post of a small Send", 1, 0, 1)
-	// The poster executes a registration, and the writer then sends something else.
-	reg := newCall(v, make([]byte, 100), nil).reg
-	reg.Next = nil
-	_, err := v.qp.PostSend(&reg)
-	kit.Must(t, err)
-	v.writerIdle()
-	v.qp.mu.Lock()
-	v.qp.tx.claim()
-	v.qp.mu.Unlock()
-	v.qp.tx.attempt()
-	want("at the write of a Read Response", 1, 0, 1)
 }
