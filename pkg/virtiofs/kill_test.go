@@ -22,8 +22,14 @@ func TestKillAtSteps(t *testing.T) {
 	steps := []string{"answer", "completion recorded", "dropped descriptors", "executed a message", "message removed",
 		"published", "record of a queue", "record of the share", "reply in the pipe", "reply sent", "request completed",
 		"request handled", "request in progress", "request not in progress", "request taken", "used element"}
-	n := kills(t, 2*len(steps))
+	// Each of the requests of a round is handled, and has no reply, when a process is killed.
+	const requests = 8
+	n := kills(t, requests+2*len(steps))
 	s := newKeptShare(t, n, func(kill int) killPlan {
+		if kill < requests {
+			return killPlan{step: "request handled", count: 1 + kill}
+		}
+		kill -= requests
 		return killPlan{step: steps[kill%len(steps)], count: 1 + kill/len(steps)%10}
 	})
 	v := (&device{socket: s.order.Socket}).connect(t)
