@@ -108,7 +108,7 @@ func (x *keptMount) isKilled() bool {
 	return x.killed
 }
 
-// copyMemory copies a shared memory file, at an instant at which nobody changes it.
+// copyMemory copies a shared memory file. No goroutine may change the file meanwhile.
 func copyMemory(t *testing.T, f *os.File) *os.File {
 	t.Helper()
 	st, err := f.Stat()

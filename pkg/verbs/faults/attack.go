@@ -46,7 +46,7 @@ func (a Attack) request(t Target, local verbs.SGE) verbs.WorkRequest {
 	return wr
 }
 
-// An Attacker posts attacks from memory of its own.
+// An Attacker posts attacks from its own memory.
 type Attacker struct {
 	mr   verbs.MR
 	mem  []byte
