@@ -403,7 +403,8 @@ func (c *call) checkNew(o *object, kind uint32) error {
 	changed := time.Unix(st.Ctim.Unix())
 	born, known := o.birthTime()
 	switch {
-	case o.kind != kind, st.Uid != owner && st.Uid != dir.Uid, known && changed.Sub(born) > cmp.Or(c.cfg.newAge, newAge):
+	case o.kind != kind, st.Uid != owner && st.Uid != dir.Uid,
+		known && changed.Sub(born) > cmp.Or(c.cfg.newAge, newAge):
 		c.log.Warn("new object refused: another process has replaced it", "type", kind, "inode", o.key.ino,
 			"directory_inode", c.obj.key.ino)
 		return unix.ENOENT

@@ -60,7 +60,6 @@ func TestForgottenNodesReturnMemory(t *testing.T) {
 	if !begun || !fs.copyTables(files, time.Now()) {
 		t.Error("the table is not copied")
 	}
-	ids = nil
 	if left := heapInUse() - before; left > remain {
 		t.Errorf("heap after the kernel forgot %d files: got %d bytes more than before, want at most %d", files, left,
 			remain)

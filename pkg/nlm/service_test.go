@@ -171,7 +171,8 @@ func TestServiceWithoutPortMapper(t *testing.T) {
 	c := s.client(func(cfg *nlm.Config) { cfg.Service = service })
 	service.WaitReady()
 	if status := service.Status(); service.Active() ||
-		!strings.HasPrefix(status, "polling: port mapper of this host: ") || !strings.Contains(status, "start rpcbind") {
+		!strings.HasPrefix(status, "polling: port mapper of this host: ") ||
+		!strings.Contains(status, "start rpcbind") {
 		t.Errorf("status: got active %v, %q; want why servers cannot call", service.Active(), status)
 	}
 	mustLock(t, c, exclusive(alice, 0, 9))

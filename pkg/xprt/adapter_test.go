@@ -47,7 +47,8 @@ func TestNextConnectionUsesSameMemory(t *testing.T) {
 		b.qp().lose(io.EOF)
 		b.mustSucceed(readOf(8192))
 		if s := b.tr.Stats(); s.Connects != 2 || b.dev.allocated != before || log.Len() > 0 {
-			t.Errorf("got %d connects, %d resources, log %q; want 2, %d, none", s.Connects, b.dev.allocated, &log, before)
+			t.Errorf("got %d connects, %d resources, log %q; want 2, %d, none", s.Connects, b.dev.allocated, &log,
+				before)
 		}
 	})
 }

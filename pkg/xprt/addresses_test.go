@@ -28,7 +28,8 @@ func TestConnectTimeoutOfAddresses(t *testing.T) {
 			sleep(time.Minute)
 			for i, d := range b.dials[1:5] {
 				pause := d.at.Sub(b.dials[i].at)
-				if d.to != all[(i+1)%3] || i > 0 && (pause < addressTimeout || pause > addressTimeout+time.Millisecond) {
+				if d.to != all[(i+1)%3] || i > 0 && (pause < addressTimeout ||
+					pause > addressTimeout+time.Millisecond) {
 					t.Errorf("attempt %d: got address %v after %v, want %v after %v", i, d.to, pause, all[(i+1)%3],
 						addressTimeout)
 				}
@@ -113,8 +114,8 @@ func TestConnectUsesOtherAddress(t *testing.T) {
 		if !all && (err != nil || tr.Address() != other) {
 			t.Errorf("one address refuses: got %v, address %v; want %v", err, tr.Address(), other)
 		}
-		if s := tr.Stats(); all && (err == nil || !strings.Contains(err.Error(), one.String()) || s.ConnectFailures != 2 ||
-			s.State != StateDisconnected) {
+		if s := tr.Stats(); all && (err == nil || !strings.Contains(err.Error(), one.String()) ||
+			s.ConnectFailures != 2 || s.State != StateDisconnected) {
 			t.Errorf("both addresses refuse: got %v, %+v; want the error of %v and 2 failures", err, s, one)
 		}
 	}
@@ -146,7 +147,8 @@ func TestReturnToPreferredAddress(t *testing.T) {
 		p := b.start(echo(1, nil, 0))
 		sleep(2*avoidMax - time.Second)
 		if b.tr.Address() != other || len(b.dials) != 3 {
-			t.Errorf("with a pending call: got address %v, %d attempts; want %v, 3", b.tr.Address(), len(b.dials), other)
+			t.Errorf("with a pending call: got address %v, %d attempts; want %v, 3", b.tr.Address(), len(b.dials),
+				other)
 		}
 		sleep(time.Second)
 		if !p.done || p.err != nil {

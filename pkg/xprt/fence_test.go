@@ -48,8 +48,8 @@ func TestCallReturnsWhenItsMemoryIsFree(t *testing.T) {
 					p.interrupt()
 				}
 				if calls := b.tr.Calls(); p.done || len(calls) != 1 || calls[0].Waits != waits {
-					t.Errorf("%v, interrupt %v: got returned %v, calls %+v; want one that waits for %s", c.op, interrupt,
-						p.done, calls, waits)
+					t.Errorf("%v, interrupt %v: got returned %v, calls %+v; want one that waits for %s", c.op,
+						interrupt, p.done, calls, waits)
 				}
 				b.set(func(s *stepServer) { s.holds = nil })
 				if !p.done || interrupt && !errors.Is(p.err, syscall.EINTR) || !interrupt && p.err != nil {
@@ -268,7 +268,8 @@ func TestCallsShowsWhatEachCallWaitsFor(t *testing.T) {
 				got = append(got, c.Waits)
 				late := c.Waits == WaitLate
 				if sent := late || c.Waits == WaitReply; c.Prog != echoProg || c.Vers != 1 || c.Proc != uint32(i+1) ||
-					sent == c.Sent.IsZero() || (c.Slot < 0) != (c.XID == 0) || (c.Ctx == nil) != late || c.Began.IsZero() {
+					sent == c.Sent.IsZero() || (c.Slot < 0) != (c.XID == 0) || (c.Ctx == nil) != late ||
+					c.Began.IsZero() {
 					t.Errorf("call: got %+v, want the fields of its state", c)
 				}
 			}

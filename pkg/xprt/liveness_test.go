@@ -51,7 +51,8 @@ func TestKeepAliveDropsSilentServer(t *testing.T) {
 				p = b.start(echo(1, nil, 0))
 			}
 			sleep(20 * time.Second)
-			if s := b.tr.Stats(); !strings.Contains(s.LastError, "did not answer") || s.Timeouts != 0 || s.Connects != 2 {
+			if s := b.tr.Stats(); !strings.Contains(s.LastError, "did not answer") || s.Timeouts != 0 ||
+				s.Connects != 2 {
 				t.Fatalf("idle %v: got last error %q, %d timeouts, %d connects; want a missing answer, 0, 2", idle,
 					s.LastError, s.Timeouts, s.Connects)
 			}
@@ -325,11 +326,9 @@ func TestReconnectPauses(t *testing.T) {
 			defer b.mu.Unlock()
 			limit := 5 * time.Second
 			for i, dial := range b.dials[1 : grows+2] {
-				least, most := limit/5, limit
-				if i == 0 || c.progress {
-					least, most = 0, firstPause
-				} else {
-					limit = min(limit*3/2, time.Minute)
+				least, most := time.Duration(0), firstPause
+				if i > 0 && !c.progress {
+					least, limit = limit/5, min(limit*3/2, time.Minute)
 					most = limit
 				}
 				if got := dial.at.Sub(b.losses[i]); got < least || got > most {

@@ -185,8 +185,8 @@ func TestLargeInlineDataIsGathered(t *testing.T) {
 			want := slices.Concat(m.Args[:4], m.ArgData, pad, m.Args[4:])
 			if got := b.calls[0].body[sunrpc.CallSize(noCred):]; !bytes.Equal(got, want) ||
 				b.tr.Stats().PullupCopyBytes == 0 != c.gathered {
-				t.Errorf("%d bytes, from any memory %v: got %d bytes copied, the same arguments %v", c.data, c.anyMemory,
-					b.tr.Stats().PullupCopyBytes, bytes.Equal(got, want))
+				t.Errorf("%d bytes, from any memory %v: got %d bytes copied, the same arguments %v", c.data,
+					c.anyMemory, b.tr.Stats().PullupCopyBytes, bytes.Equal(got, want))
 			}
 		})
 	}

@@ -40,8 +40,8 @@ func TestSlotsFitTheMRsOfTheDevice(t *testing.T) {
 			if len(b.calls) != c.slots || s.MapErrors != 0 ||
 				s.FailedMarshal != 0 || s.MRsTotal != used {
 				t.Errorf("depth %d, limit %d: got %d calls at the server, %d map errors, %d failed marshals, %d MRs; "+
-					"want %d, 0, 0, %d", c.depth, c.limit, len(b.calls), s.MapErrors, s.FailedMarshal, s.MRsTotal, c.slots,
-					used)
+					"want %d, 0, 0, %d", c.depth, c.limit, len(b.calls), s.MapErrors, s.FailedMarshal, s.MRsTotal,
+					c.slots, used)
 			}
 		})
 	}

@@ -101,7 +101,8 @@ func (c *failedPost) run(t *testing.T) {
 func (c *failedPost) checkStats(t *testing.T, s Stats) {
 	t.Helper()
 	if s.Timeouts != 0 || s.Connects != 2 || !strings.Contains(s.LastError, errPost.Error()) {
-		t.Errorf("got %d timeouts, %d connects, last error %q; want 0, 2, %v", s.Timeouts, s.Connects, s.LastError, errPost)
+		t.Errorf("got %d timeouts, %d connects, last error %q; want 0, 2, %v", s.Timeouts, s.Connects, s.LastError,
+			errPost)
 	}
 	remote := uint64(0)
 	if c.inv >= 0 {

@@ -73,7 +73,8 @@ var readReplies = []replyCase{
 	{"segment that was not offered", func(c *stepCall) {
 		c.reply.Writes[0] = append(c.reply.Writes[0], c.reply.Writes[0][0])
 	}, isProtocol, 0},
-	{"two write chunks", func(c *stepCall) { c.reply.Writes = append(c.reply.Writes, c.reply.Writes[0]) }, isProtocol, 0},
+	{"two write chunks", func(c *stepCall) { c.reply.Writes = append(c.reply.Writes, c.reply.Writes...) },
+		isProtocol, 0},
 	{"no write chunk", func(c *stepCall) { c.reply.Writes = nil }, isProtocol, 0},
 	{"Read list", func(c *stepCall) { c.reply.Reads = make([]rpcrdma.ReadSegment, 1) }, isProtocol, 0},
 	{"reply chunk that was not offered", func(c *stepCall) {
@@ -178,7 +179,8 @@ func TestReplyIsAcceptedOnce(t *testing.T) {
 			for i := range uint64(2) {
 				b.reply(b.calls[1])
 				if s := b.tr.Stats(); s.BadXIDs != i || s.InFlight != 1 {
-					t.Errorf("%s: reply %d: got %d bad XIDs, %d credits in use; want %d, 1", c.name, i, s.BadXIDs, s.InFlight,
+					t.Errorf("%s: reply %d: got %d bad XIDs, %d credits in use; want %d, 1", c.name, i, s.BadXIDs,
+						s.InFlight,
 						i)
 				}
 			}

@@ -139,7 +139,8 @@ func TestRepeatedCallsShareSlot(t *testing.T) {
 		b.handleWith(answerAfter(hold))
 		first, second := b.repeatCall(want[0]), b.repeatCall(want[1])
 		calls := b.tr.Calls()
-		if len(calls) != 2 || calls[0].Slot < 0 && calls[1].Slot < 0 || len(b.calls) != 1 || b.tr.Stats().SlotsInUse != 1 {
+		if len(calls) != 2 || calls[0].Slot < 0 && calls[1].Slot < 0 || len(b.calls) != 1 ||
+			b.tr.Stats().SlotsInUse != 1 {
 			t.Errorf("pending calls: got %+v; want the first in slot 1, and the second waiting for the slot", calls)
 		}
 		close(hold)

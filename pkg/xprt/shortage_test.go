@@ -71,9 +71,9 @@ func TestMemoryThatCannotBePinnedDelaysOneCall(t *testing.T) {
 		s := tr.Stats()
 		if s.Connects != 1 || s.Timeouts != 0 || s.FailedMarshal != failures || s.MapErrors != failures ||
 			s.MRsFree != s.MRsTotal {
-			t.Errorf("with faults %v: got %d connects, %d timeouts, %d failed marshals, %d map errors, %d of %d MRs free; "+
-				"want 1, 0, %d, %d, all", withFaults, s.Connects, s.Timeouts, s.FailedMarshal, s.MapErrors, s.MRsFree,
-				s.MRsTotal, failures, failures)
+			t.Errorf("with faults %v: got %d connects, %d timeouts, %d failed marshals, %d map errors, "+
+				"%d of %d MRs free; want 1, 0, %d, %d, all", withFaults, s.Connects, s.Timeouts, s.FailedMarshal,
+				s.MapErrors, s.MRsFree, s.MRsTotal, failures, failures)
 		}
 	}
 }

@@ -181,7 +181,7 @@ func (p stepPD) RegMR([]byte) (verbs.MR, error) {
 	if err := p.d.hold(); err != nil {
 		return nil, err
 	}
-	return stepLocalMR{p.d}, nil
+	return stepLocalMR(p), nil
 }
 
 func (p stepPD) Dealloc() error {
