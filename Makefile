@@ -86,8 +86,9 @@ lab:
 # One guest: mount its export over siw, copy a source tree in and out, compare.
 test-lab-smoke: deps
 	test/lab/image/build.sh 6.12
-	set -o pipefail; NFSRDMAD_LAB=1 $(GO) test -v -count 1 -exec $(CURDIR)/test/isolate -timeout 10m \
-	  -run '^TestServers$$/softiwarp$$/^main_job$$' ./test/lab/knfsd | tee /dev/stderr | grep -- '--- PASS: .*/main_job' >/dev/null
+	out=$$(NFSRDMAD_LAB=1 $(GO) test -v -count 1 -exec $(CURDIR)/test/isolate -timeout 10m \
+	  -run '^TestServers$$/softiwarp$$/^main_job$$' ./test/lab/knfsd 2>&1) || { echo "$$out"; exit 1; }; echo "$$out"; \
+	  grep -q -- '--- PASS: .*/main_job' <<< "$$out" || { echo "main_job did not pass"; exit 1; }
 
 # Test against stock Linux servers on the newest kernel. The log has the measured figures.
 test-lab: deps lab
