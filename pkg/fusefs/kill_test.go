@@ -58,8 +58,8 @@ type keptMount struct {
 	last   string
 	copies [2]*os.File // of State and buffers
 
-	onKill func() // called before the next process starts, if not nil
-	refuse string // name that the server does not rename, if not ""
+	onKill func()                     // called before the next process starts, if not nil
+	refuse func(*sunrpc.Message) bool // the server refuses these calls with NFS3ERR_ACCES, if not nil
 }
 
 // newKeptMount starts the first process.
@@ -175,8 +175,7 @@ func (x *keptMount) Call(ctx context.Context, m *sunrpc.Message) error {
 	if !x.alive("KeepCall") {
 		return errKilled
 	}
-	if name := sunrpc.AppendString(nil, x.refuse); x.refuse != "" && nfs3.Proc(m.Proc) == nfs3.ProcRename &&
-		bytes.Contains(m.Args, name) {
+	if x.refuse != nil && x.refuse(m) {
 		must(x.t, status(nfs3.ErrAcces)(ctx, m, nil))
 	} else if repeated && reply != nil && x.mode.cache {
 		m.Result = append(m.Result[:0], reply...)
