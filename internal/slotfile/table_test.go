@@ -54,6 +54,44 @@ func TestRecordsSurviveReopen(t *testing.T) {
 	}
 }
 
+// TestTypedRecords checks Records through a reopened file.
+func TestTypedRecords(t *testing.T) {
+	type point struct{ x, y uint32 }
+	specs := []TableSpec{SpecOf[point]("points", 1, 4)}
+	f := mustCreate(t, specs)
+	points := RecordsOf[point](f, "points")
+	add := func(p point, counter uint64) Ref {
+		ref, err := points.Add(&p, counter)
+		kit.Must(t, err)
+		return ref
+	}
+	a, b, c := add(point{1, 2}, 10), add(point{3, 4}, 20), add(point{5, 6}, 30)
+	points.Set(c, &point{7, 8})
+	points.SetCounter(c, 31)
+	kept := b
+	points.Remove(&b)
+	if b != 0 || points.Len() != 2 {
+		t.Errorf("after Remove: got reference %d and %d records, want 0 and 2", b, points.Len())
+	}
+	points.Remove(&b)
+	points.Set(b, &point{9, 9})
+	points.SetCounter(b, 99)
+
+	f = reopened(t, f, specs)
+	points = RecordsOf[point](f, "points")
+	got := make(map[Ref]point)
+	kit.Must(t, points.All(func(ref Ref, p *point) error { got[ref] = *p; return nil }))
+	if want := map[Ref]point{a: {1, 2}, c: {7, 8}}; !maps.Equal(got, want) {
+		t.Errorf("records: got %v, want %v", got, want)
+	}
+	if x, y := points.Counter(a), points.Counter(c); x != 10 || y != 31 {
+		t.Errorf("counters: got %d and %d, want 10 and 31", x, y)
+	}
+	if ref := add(point{}, 0); ref != kept {
+		t.Errorf("reference after Remove: got %d, want %d", ref, kept)
+	}
+}
+
 func TestCountersOfNewSlotAreZero(t *testing.T) {
 	f := mustCreate(t, testSpecs)
 	nodes := f.Table("nodes")
