@@ -22,7 +22,7 @@ NFPM    := bin/nfpm-$(NFPM_VERSION)
 # goroutines with a fake clock.
 NORACE_TESTS := TestCallsDoNotAllocate TestDirectRequestsDoNotAllocate TestMountedCallsDoNotAllocate \
                 TestGuestRequestsDoNotAllocate TestFleet
-# Modules for themselves, because only their tests need Helm, a browser or plots.
+# Modules for themselves, because only their tests need csi-sanity or a browser.
 TEST_MODULES := test/kubernetes test/monitoring
 # The rdma-core provider needs a C compiler and the headers of rdma-core. The program opens the
 # libraries at run time, so it also runs on hosts without them.
@@ -34,7 +34,7 @@ BIN     ?= bin
 # The time of the commit, for packages.
 COMMIT_TIME = $(shell git log -1 --format=%ct)
 
-.PHONY: build check demo test test-programs lab test-lab test-lab-all test-lab-smoke bench bench-go scale panels soak fuzz mutants lint \
+.PHONY: build check demo test test-chart test-programs lab test-lab test-lab-all test-lab-smoke bench bench-go scale panels soak fuzz mutants lint \
         deps install release manual reference deb rpm image clean
 
 build:
@@ -74,6 +74,10 @@ test: deps
 	out=$$(NFSRDMAD_LAB=0 $(GO) test -v -run 'DoNotAllocate$$|^TestFleet$$' -exec $(CURDIR)/test/isolate \
 	  ./pkg/nfs3 ./pkg/front ./pkg/fusefs ./pkg/virtiofs ./pkg/xprt); echo "$$out"; \
 	  for t in $(NORACE_TESTS); do grep -q "^--- PASS: $$t " <<< "$$out" || { echo "$$t did not pass"; exit 1; }; done
+
+# The Helm chart and the manifests of deploy/kubernetes. Helm takes two minutes to compile.
+test-chart:
+	cd test/chart && $(GO) test ./...
 
 # Real programs on mounts, with their own checks. Takes about an hour.
 test-programs: deps
@@ -152,7 +156,7 @@ mutants:
 lint:
 	$(GO) run $(LINT) run ./...
 	$(GO) run $(LINT) run --build-tags manual ./cmd/...
-	for m in $(TEST_MODULES); do cd $(CURDIR)/$$m && $(GO) run $(LINT) run ./... || exit; done
+	for m in $(TEST_MODULES) test/chart; do cd $(CURDIR)/$$m && $(GO) run $(LINT) run ./... || exit; done
 	$(if $(RDMACORE),$(GO) run $(LINT) run --build-tags rdmacore ./pkg/verbs/... ./pkg/mount/... ./cmd/...)
 
 # Binaries with checksums in $(DIST): static ones, and one with the rdma-core provider where its

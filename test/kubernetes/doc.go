@@ -1,8 +1,7 @@
-// Package kubernetes tests the CSI driver with real mounts, and the manifests of deploy/kubernetes.
+// Package kubernetes tests the CSI driver with real mounts.
 //
-// It is a module for itself: the tests need csi-sanity, Helm and the types of Kubernetes, which
-// need many modules. Nothing else in the project needs them. "make test" runs the tests of both
-// modules.
+// It is a module for itself, because nothing else in the project needs csi-sanity. "make test" runs
+// its tests. Package test/chart tests the manifests.
 //
 // Each test runs in its own process, network namespace and mount namespace, which play the node.
 // The daemon and the driver have further mount namespaces, as their containers have in Kubernetes:

@@ -1,10 +1,9 @@
-package kubernetes
+package chart
 
 import (
 	"bytes"
 	"errors"
 	"flag"
-	"fmt"
 	"io"
 	"maps"
 	"os"
@@ -13,7 +12,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"syscall"
 	"testing"
 
 	monitoring "github.com/prometheus-operator/prometheus-operator/pkg/apis/monitoring/v1"
@@ -27,8 +25,6 @@ import (
 	kyaml "k8s.io/apimachinery/pkg/util/yaml"
 	"sigs.k8s.io/json"
 	"sigs.k8s.io/yaml"
-
-	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 const deployDir = "../../deploy/kubernetes"
@@ -81,7 +77,7 @@ func TestManifestsAreRendered(t *testing.T) {
 			}
 		}
 		if got, err := os.ReadFile(file); err != nil || string(got) != want {
-			t.Errorf("%s is not what the chart renders (%v); run go test -run Rendered . -update in test/kubernetes",
+			t.Errorf("%s is not what the chart renders (%v); run go test -run Rendered . -update in test/chart",
 				file, err)
 		}
 	}
@@ -280,7 +276,9 @@ func checkFlags(t *testing.T, c *core.Container) {
 	if c.Name != "daemon" && c.Name != "csi" {
 		return
 	}
-	help, err := exec.Command(program(t), c.Name, "--help").CombinedOutput()
+	run := exec.Command("go", "run", "./cmd/nfsrdmad", c.Name, "--help")
+	run.Dir = "../.."
+	help, err := run.CombinedOutput()
 	if err != nil {
 		t.Fatalf("nfsrdmad %s --help: %v\n%s", c.Name, err, help)
 	}
@@ -296,58 +294,5 @@ func checkFlags(t *testing.T, c *core.Container) {
 	}
 	if flags < 4 {
 		t.Errorf("container %s: found %d flags", c.Name, flags)
-	}
-}
-
-// The shell of the daemon's container starts a daemon that was killed again, so that mounts stay.
-// On SIGTERM it stops the daemon, which unmounts, and exits with the status of the daemon.
-func TestDaemonContainerKeepsMounts(t *testing.T) {
-	if !mounts.InOwnProcess(t) {
-		return
-	}
-	n := newNode(t)
-	v := n.create("pvc-1")
-	n.daemon.End(t, syscall.SIGTERM)
-	var script string
-	for _, object := range decode(t, "node.yaml", []byte(render(t, nil)["node.yaml"])) {
-		script = containerOf(&object.(*apps.DaemonSet).Spec.Template, "daemon").Args[0]
-	}
-	bin := t.TempDir()
-	if err := os.Symlink(program(t), filepath.Join(bin, "nfsrdmad")); err != nil {
-		t.Fatal(err)
-	}
-	// The program of StartProcess becomes an argument that the script does not use.
-	wrap := append(slices.Clone(container), "env", "PATH="+bin+":"+os.Getenv("PATH"), "sh", "-c",
-		`script=$1; shift 3; exec sh -c "$script" daemon "$@"`, "wrap", script)
-	n.daemon = mounts.StartProcess(t, wrap, nil, "daemon", "--control-socket="+n.socket, "--metrics-listen=",
-		"--state-dir="+filepath.Dir(n.socket))
-	n.waitMounted(0)
-	n.stage(v)
-	dir := n.publish(v, "pod-1")
-	write(t, filepath.Join(dir, "a"), "1")
-	for range 2 {
-		pid := n.daemonID()
-		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
-			t.Fatal(err)
-		}
-		n.daemon.WaitFor(t, "next daemon", func() error {
-			if _, err := n.list(); err != nil {
-				return err
-			}
-			if n.daemonID() == pid {
-				return fmt.Errorf("process %d still runs", pid)
-			}
-			return nil
-		})
-		n.waitMounted(1)
-		hasFile(t, filepath.Join(dir, "a"), "1")
-	}
-	n.unpublish(v, "pod-1")
-	n.daemon.End(t, syscall.SIGTERM)
-	if code := n.daemon.Cmd.ProcessState.ExitCode(); code != 0 {
-		t.Errorf("got exit code %d after SIGTERM, want 0\n%s", code, n.daemon.Out.String())
-	}
-	if got := n.daemon.Out.String(); strings.Count(got, "starting the next one") != 2 {
-		t.Errorf("the shell started other than 2 daemons again:\n%s", got)
 	}
 }
