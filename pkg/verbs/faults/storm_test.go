@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"slices"
 	"sync"
 	"testing"
 
@@ -58,8 +59,12 @@ func (l *requestLog) check(t *testing.T) {
 func TestEachRequestCompletesOnce(t *testing.T) {
 	const spec = "seed=%d,disconnect-every=~150,post-fail=~20:*,flush-reg=~80,reg-error=~100,linv-error=~100," +
 		"delay-reply=~5:2ms,lose-reply=~10,alloc-fail=~10,dereg-fail=~5"
+	names := []string{"disconnect-every", "post-fail", "flush-reg", "reg-error", "linv-error", "delay-reply",
+		"lose-reply", "alloc-fail", "dereg-fail"}
 	total := map[string]uint64{}
-	for seed := range 12 {
+	missing := func(name string) bool { return total[name] == 0 }
+	// The scheduler decides how many events of each kind come before the end of a connection.
+	for seed := 0; seed < 12 || seed < 1000 && slices.ContainsFunc(names, missing); seed++ {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {
 			client, server := withFaults(t, fmt.Sprintf(spec, seed)), withFaults(t, fmt.Sprintf(spec, seed+1000))
 			storm(t, client, server, seed)
@@ -71,11 +76,8 @@ func TestEachRequestCompletesOnce(t *testing.T) {
 		})
 	}
 	t.Log(total)
-	for _, name := range []string{"disconnect-every", "post-fail", "flush-reg", "reg-error", "linv-error",
-		"delay-reply", "lose-reply", "alloc-fail", "dereg-fail"} {
-		if total[name] == 0 {
-			t.Errorf("injected %s faults: got 0, want at least 1", name)
-		}
+	if slices.ContainsFunc(names, missing) {
+		t.Errorf("injected faults: got %v, want each of %v", total, names)
 	}
 }
 
