@@ -125,7 +125,7 @@ func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message, startedAt *
 }
 
 // waitSlot waits for a slot from free. It returns nil without an error when released is closed.
-func (t *Transport) waitSlot(ctx context.Context, m *sunrpc.Message, startedAt *callStart, free <-chan *slot,
+func (t *Transport) waitSlot(ctx context.Context, m *sunrpc.Message, startedAt *callStart, free chan *slot,
 	released <-chan struct{}) (*slot, error) {
 	select {
 	case s := <-free:
@@ -137,6 +137,10 @@ func (t *Transport) waitSlot(ctx context.Context, m *sunrpc.Message, startedAt *
 	defer t.waiters.remove(w)
 	select {
 	case s := <-free:
+		if isClosed(w.expired) {
+			free <- s
+			return nil, t.softError(startedAt.at)
+		}
 		return s, nil
 	case <-released:
 		return nil, nil

@@ -326,10 +326,11 @@ const stopGrace = time.Second
 
 func (t *Transport) checkTimeouts() {
 	now := t.now()
+	// The waiters come first: a call that ends gives its slot to one of them.
+	t.waiters.expire(func(startedAt callStart) bool { return t.softExpired(startedAt, now) })
 	for _, s := range t.slots {
 		t.checkSlot(s, now)
 	}
-	t.waiters.expire(func(startedAt callStart) bool { return t.softExpired(startedAt, now) })
 	t.checkConnection()
 }
 
