@@ -1,6 +1,6 @@
 // Package rangelock keeps the byte-range locks of one file, with the semantics of fcntl(2): the
 // locks of one owner do not conflict, a new lock replaces what the owner had in its range, and
-// adjacent locks of one mode merge.
+// adjacent locks of one mode merge if they were set through one open file.
 //
 // The package decides conflicts. It does not wait and has no lock: the caller serializes the calls
 // of one [Table].
@@ -9,6 +9,7 @@ package rangelock
 import (
 	"math"
 	"slices"
+	"sort"
 )
 
 // MaxOffset is the last byte that a lock can contain. A lock that ends there has no end: it also
@@ -21,6 +22,9 @@ type Lock[O comparable] struct {
 	Exclusive  bool
 	Owner      O
 	PID        uint32 // of the process that set the lock; only for information
+	// Open is the number of the open file through which the lock was set. It decides no conflict.
+	// The new lock that replaces another one has its own number.
+	Open uint64
 }
 
 func (l *Lock[O]) overlaps(start, end uint64) bool { return l.Start <= end && start <= l.End }
@@ -50,20 +54,17 @@ func (t *Table[O]) Conflict(l *Lock[O]) *Lock[O] {
 
 // Set adds l, which must not conflict. It replaces the owner's locks in the range of l.
 func (t *Table[O]) Set(l Lock[O]) {
-	rest := make([]Lock[O], 0, len(t.locks)+2)
+	t.cut(l.Owner, l.Start, l.End)
 	whole := l
-	for _, have := range t.locks {
-		switch {
-		case have.Owner != l.Owner:
-			rest = append(rest, have)
-		case have.Exclusive == l.Exclusive && have.Start <= l.End+1 && l.Start <= have.End+1:
-			whole.Start, whole.End = min(whole.Start, have.Start), max(whole.End, have.End)
-		default:
-			rest = appendOutside(rest, have, l.Start, l.End)
+	t.locks = slices.DeleteFunc(t.locks, func(have Lock[O]) bool {
+		if have.Owner != l.Owner || have.Exclusive != l.Exclusive || have.Open != l.Open ||
+			have.End+1 != l.Start && l.End+1 != have.Start {
+			return false
 		}
-	}
-	t.locks = append(rest, whole)
-	t.sort()
+		whole.Start, whole.End = min(whole.Start, have.Start), max(whole.End, have.End)
+		return true
+	})
+	t.insert(whole)
 }
 
 // Clear removes the owner's locks from start to end. It reports whether there was one.
@@ -71,17 +72,29 @@ func (t *Table[O]) Clear(owner O, start, end uint64) bool {
 	if !t.Owns(owner, start, end) {
 		return false
 	}
-	rest := make([]Lock[O], 0, len(t.locks)+1)
-	for _, have := range t.locks {
-		if have.Owner == owner {
-			rest = appendOutside(rest, have, start, end)
-		} else {
-			rest = append(rest, have)
-		}
-	}
-	t.locks = rest
-	t.sort()
+	t.cut(owner, start, end)
 	return true
+}
+
+// cut removes the owner's locks from start to end.
+func (t *Table[O]) cut(owner O, start, end uint64) {
+	var outside []Lock[O]
+	t.locks = slices.DeleteFunc(t.locks, func(have Lock[O]) bool {
+		if have.Owner != owner || !have.overlaps(start, end) {
+			return false
+		}
+		outside = appendOutside(outside, have, start, end)
+		return true
+	})
+	for _, l := range outside {
+		t.insert(l)
+	}
+}
+
+// insert puts a lock behind the other locks that do not start after it.
+func (t *Table[O]) insert(l Lock[O]) {
+	i := sort.Search(len(t.locks), func(i int) bool { return t.locks[i].Start > l.Start })
+	t.locks = slices.Insert(t.locks, i, l)
 }
 
 // Splits reports whether Clear would split one of the owner's locks, so that Len grows.
@@ -110,18 +123,6 @@ func appendOutside[O comparable](to []Lock[O], l Lock[O], start, end uint64) []L
 		to = append(to, right)
 	}
 	return to
-}
-
-func (t *Table[O]) sort() {
-	slices.SortStableFunc(t.locks, func(a, b Lock[O]) int {
-		switch {
-		case a.Start < b.Start:
-			return -1
-		case a.Start > b.Start:
-			return 1
-		}
-		return 0
-	})
 }
 
 // Owns reports whether the owner has a lock in the range.

@@ -19,6 +19,9 @@ func TestSetAndClear(t *testing.T) {
 	set := func(owner int, start, end uint64, exclusive bool) func(*Table[int]) {
 		return func(t *Table[int]) { t.Set(l{Start: start, End: end, Exclusive: exclusive, Owner: owner}) }
 	}
+	through := func(open, start, end uint64) func(*Table[int]) {
+		return func(t *Table[int]) { t.Set(l{Start: start, End: end, Exclusive: true, Owner: 1, Open: open}) }
+	}
 	clr := func(owner int, start, end uint64) func(*Table[int]) {
 		return func(t *Table[int]) { t.Clear(owner, start, end) }
 	}
@@ -27,20 +30,22 @@ func TestSetAndClear(t *testing.T) {
 		steps []func(*Table[int])
 		want  []l
 	}{
-		{"merge adjacent", []func(*Table[int]){set(1, 0, 9, true), set(1, 10, 19, true)}, []l{{0, 19, true, 1, 0}}},
+		{"merge adjacent", []func(*Table[int]){set(1, 0, 9, true), set(1, 10, 19, true)}, []l{{0, 19, true, 1, 0, 0}}},
 		{"merge adjacent on the left", []func(*Table[int]){set(1, 10, 19, true), set(1, 0, 9, true)},
-			[]l{{0, 19, true, 1, 0}}},
+			[]l{{0, 19, true, 1, 0, 0}}},
 		{"merge over a gap", []func(*Table[int]){set(1, 0, 4, true), set(1, 8, 9, true), set(1, 3, 8, true)},
-			[]l{{0, 9, true, 1, 0}}},
+			[]l{{0, 9, true, 1, 0, 0}}},
 		{"owners stay apart", []func(*Table[int]){set(1, 0, 9, false), set(2, 10, 19, false)},
-			[]l{{0, 9, false, 1, 0}, {10, 19, false, 2, 0}}},
+			[]l{{0, 9, false, 1, 0, 0}, {10, 19, false, 2, 0, 0}}},
+		{"open files stay apart", []func(*Table[int]){set(1, 0, 9, true), through(7, 5, 14), set(1, 20, 29, true),
+			through(7, 15, 19)}, []l{{0, 4, true, 1, 0, 0}, {5, 19, true, 1, 0, 7}, {20, 29, true, 1, 0, 0}}},
 		{"another mode splits", []func(*Table[int]){set(1, 0, 9, true), set(1, 3, 5, false)},
-			[]l{{0, 2, true, 1, 0}, {3, 5, false, 1, 0}, {6, 9, true, 1, 0}}},
+			[]l{{0, 2, true, 1, 0, 0}, {3, 5, false, 1, 0, 0}, {6, 9, true, 1, 0, 0}}},
 		{"clear splits", []func(*Table[int]){set(1, 0, MaxOffset, true), clr(1, 3, 5)},
-			[]l{{0, 2, true, 1, 0}, {6, MaxOffset, true, 1, 0}}},
+			[]l{{0, 2, true, 1, 0, 0}, {6, MaxOffset, true, 1, 0, 0}}},
 		{"clear to the end", []func(*Table[int]){set(1, 5, MaxOffset, true), clr(1, 8, MaxOffset)},
-			[]l{{5, 7, true, 1, 0}}},
-		{"clear of another owner", []func(*Table[int]){set(1, 0, 9, true), clr(2, 0, 9)}, []l{{0, 9, true, 1, 0}}},
+			[]l{{5, 7, true, 1, 0, 0}}},
+		{"clear of another owner", []func(*Table[int]){set(1, 0, 9, true), clr(2, 0, 9)}, []l{{0, 9, true, 1, 0, 0}}},
 	} {
 		var table Table[int]
 		for _, step := range x.steps {
