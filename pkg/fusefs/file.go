@@ -7,7 +7,6 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 )
 
 // A fileHandle is one open file. READs and WRITEs of a fileHandle use the credential of the user
@@ -296,7 +295,7 @@ func (fs *FS) Release(cancel <-chan struct{}, in *fuse.ReleaseIn) {
 	if h == nil {
 		return
 	}
-	owners := h.lockOwners()
+	locks := h.hasLocks()
 	fs.handles.Lock()
 	if h.closed { // a guest may release a file twice
 		fs.handles.Unlock()
@@ -307,7 +306,7 @@ func (fs *FS) Release(cancel <-chan struct{}, in *fuse.ReleaseIn) {
 	if h.watched {
 		fs.unwatchFile()
 	}
-	if len(owners) > 0 {
+	if locks {
 		fs.handles.releasing[h] = struct{}{}
 	}
 	fs.handles.Unlock()
@@ -315,19 +314,19 @@ func (fs *FS) Release(cancel <-chan struct{}, in *fuse.ReleaseIn) {
 	w.mu.Lock()
 	dirty := h.writable && !w.clean()
 	w.mu.Unlock()
-	if !dirty && len(owners) == 0 {
+	if !dirty && !locks {
 		fs.closeFile(h)
 		return
 	}
 	fs.state.setReleasing(h)
-	fs.spawn(func() { fs.finishRelease(h, owners) })
+	fs.spawn(func() { fs.finishRelease(h) })
 }
 
 // finishRelease writes the data and releases the locks of a file that the kernel has released.
-func (fs *FS) finishRelease(h *fileHandle, owners []nlm.Owner) {
+func (fs *FS) finishRelease(h *fileHandle) {
 	_ = fs.sync(background{fs}, h.ino) // no caller to report an error to
-	if len(owners) > 0 {
-		fs.releaseLocks(background{fs}, h, owners)
+	if h.hasLocks() {
+		fs.releaseLocks(background{fs}, h)
 	}
 	fs.closeFile(h)
 }

@@ -2,8 +2,6 @@ package fusefs
 
 import (
 	"context"
-	"maps"
-	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -15,10 +13,11 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/rangelock"
 )
 
-// handleLocks are the lock owners that used one open file.
+// handleLocks says what an open file needs for its locks, which the nlm.Client has. The number of
+// the open file, not its owner, says which locks end with it: see nlm.Client.ReleaseOpen.
 type handleLocks struct {
 	mu       sync.Mutex
-	owners   map[nlm.Owner]keptSlot
+	used     bool          // a lock was requested
 	flushed  time.Time     // time of the last FLUSH
 	released chan struct{} // closed after the release of the locks; nil while no request waits for it
 }
@@ -29,6 +28,9 @@ func (fs *FS) GetLk(cancel <-chan struct{}, in *fuse.LkIn, out *fuse.LkOut) fuse
 		ctx, done := lockContext(r, nil)
 		defer done()
 		holder, held, err := fs.opts.Locks.Test(ctx, h.cred, h.ino.fh, l)
+		if held && holder.Open != 0 && fs.awaitRelease(ctx, h.ino) { // a lock of this mount
+			holder, held, err = fs.opts.Locks.Test(ctx, h.cred, h.ino.fh, l)
+		}
 		if err != nil {
 			return err
 		}
@@ -83,7 +85,7 @@ func (fs *FS) lockRequest(op Op, cancel <-chan struct{}, in *fuse.LkIn,
 		return fs.end(op, r, syscall.EBADF)
 	}
 	l := nlm.Lock{Start: in.Lk.Start, End: in.Lk.End, Exclusive: in.Lk.Typ == syscall.F_WRLCK, PID: in.Lk.Pid,
-		Owner: nlm.Owner{Kind: nlm.Posix, ID: in.Owner}}
+		Open: h.id, Owner: nlm.Owner{Kind: nlm.Posix, ID: in.Owner}}
 	if in.LkFlags&fuse.FUSE_LK_FLOCK != 0 {
 		l.Owner.Kind = nlm.Flock
 	}
@@ -120,9 +122,9 @@ func (fs *FS) lock(ctx context.Context, r *request, h *fileHandle, l *nlm.Lock, 
 	if err := fs.sync(r, h.ino); err != nil {
 		return err
 	}
-	if err := h.addLockOwner(l.Owner); err != nil {
-		return err
-	}
+	h.locks.mu.Lock()
+	h.locks.used = true
+	h.locks.mu.Unlock()
 	if err := fs.opts.Locks.Lock(ctx, h.cred, h.ino.fh, *l, wait); err != nil {
 		return err
 	}
@@ -137,24 +139,6 @@ func (fs *FS) lock(ctx context.Context, r *request, h *fileHandle, l *nlm.Lock, 
 		return nil
 	}
 	fs.revalidate(h.ino, &a, cacheable)
-	return nil
-}
-
-// addLockOwner records that an owner uses the open file. The error is ENOLCK.
-func (h *fileHandle) addLockOwner(id nlm.Owner) error {
-	h.locks.mu.Lock()
-	defer h.locks.mu.Unlock()
-	if _, known := h.locks.owners[id]; known {
-		return nil
-	}
-	slot, err := h.state.addOwner(h, id)
-	if err != nil {
-		return err
-	}
-	if h.locks.owners == nil {
-		h.locks.owners = make(map[nlm.Owner]keptSlot)
-	}
-	h.locks.owners[id] = slot
 	return nil
 }
 
@@ -187,90 +171,101 @@ func (fs *FS) flushLocks(r *request, h *fileHandle, owner uint64) {
 	defer done()
 	id := nlm.Owner{Kind: nlm.Posix, ID: owner}
 	_ = fs.opts.Locks.ReleaseOwner(ctx, h.cred, h.ino.fh, id)
-	// RELEASE comes later, when the process may have a new lock by another open file.
-	h.locks.mu.Lock()
-	h.state.freeOwner(h.locks.owners[id])
-	delete(h.locks.owners, id)
-	h.locks.mu.Unlock()
 }
 
-// lockOwners returns the owners that set locks through an open file.
-func (h *fileHandle) lockOwners() []nlm.Owner {
+// hasLocks reports whether locks were requested through an open file.
+func (h *fileHandle) hasLocks() bool {
 	h.locks.mu.Lock()
 	defer h.locks.mu.Unlock()
-	if len(h.locks.owners) == 0 {
-		return nil
-	}
-	return slices.Collect(maps.Keys(h.locks.owners))
+	return h.locks.used
 }
 
-// releaseLocks releases all locks that were set through an open file that is released. Locks of
-// flock(2) and of open file descriptions (F_OFD_SETLK) end with the open file.
-func (fs *FS) releaseLocks(ctx context.Context, h *fileHandle, owners []nlm.Owner) {
-	for _, id := range owners {
-		_ = fs.opts.Locks.ReleaseOwner(ctx, h.cred, h.ino.fh, id)
-	}
+// releaseLocks releases the locks that were set through an open file that is released: those of
+// flock(2) and of open file descriptions (F_OFD_SETLK).
+func (fs *FS) releaseLocks(ctx context.Context, h *fileHandle) {
+	_ = fs.opts.Locks.ReleaseOpen(ctx, h.ino.fh, h.id)
 	fs.handles.Lock()
 	delete(fs.handles.releasing, h)
 	fs.handles.Unlock()
 	h.locks.mu.Lock()
 	defer h.locks.mu.Unlock()
-	for _, slot := range h.locks.owners {
-		h.state.freeOwner(slot)
-	}
-	h.locks.owners = nil
 	if h.locks.released != nil {
 		close(h.locks.released)
 		h.locks.released = nil
 	}
+	h.locks.used = false
 }
 
-// The kernel does not wait for RELEASE, so that close(2) returns before flock(2) locks are
-// released. A request that conflicts shortly after the close waits for the release.
+// The kernel does not wait for RELEASE, so that close(2) returns before the locks of flock(2) and of
+// open file descriptions are released. A request that conflicts with them waits: shortly after the
+// close for the RELEASE, which does not come when another descriptor is open, and then for the
+// release.
 const (
 	closingAge  = 200 * time.Millisecond // since FLUSH
 	closingWait = 200 * time.Millisecond
 )
 
-// awaitRelease waits for the release of an open file of ino that had locks and was flushed just
-// now. It reports whether the conflict may be gone.
+// awaitRelease waits for the release of the open files of ino that had locks and were just closed.
+// It reports whether the conflict may be gone.
 func (fs *FS) awaitRelease(ctx context.Context, ino *inode) bool {
-	timer := time.NewTimer(closingWait)
-	defer timer.Stop()
-	waited := false
-	for _, released := range fs.closing(ino) {
-		waited = true
+	expired := time.After(closingWait)
+	closing := fs.closing(ino)
+	for h, released := range closing {
 		select {
 		case <-released:
-		case <-timer.C:
+			continue
+		case <-ctx.Done():
+			return false
+		case <-expired:
+		}
+		if !fs.isReleasing(h) {
 			return true
+		}
+		select {
+		case <-released:
 		case <-ctx.Done():
 			return false
 		}
 	}
-	return waited
+	return len(closing) > 0
 }
 
-func (fs *FS) closing(ino *inode) []chan struct{} {
+// closing returns the open files of ino that had locks and were just closed. The channels are
+// closed after the release.
+func (fs *FS) closing(ino *inode) map[*fileHandle]<-chan struct{} {
 	fs.handles.Lock()
-	handles := slices.Collect(maps.Values(fs.handles.files))
-	handles = append(handles, slices.Collect(maps.Keys(fs.handles.releasing))...)
-	fs.handles.Unlock()
-	var all []chan struct{}
-	for _, h := range handles {
-		if h.ino != ino {
-			continue
+	defer fs.handles.Unlock()
+	all := make(map[*fileHandle]<-chan struct{})
+	for _, h := range fs.handles.files {
+		if h.ino == ino {
+			h.locks.addIfFlushed(closingAge, h, all)
 		}
-		h.locks.mu.Lock()
-		if len(h.locks.owners) > 0 && time.Since(h.locks.flushed) < closingAge {
-			if h.locks.released == nil {
-				h.locks.released = make(chan struct{})
-			}
-			all = append(all, h.locks.released)
+	}
+	for h := range fs.handles.releasing {
+		if h.ino == ino {
+			h.locks.addIfFlushed(0, h, all)
 		}
-		h.locks.mu.Unlock()
 	}
 	return all
+}
+
+// addIfFlushed adds h to all if h had locks and was flushed within age, if that is not 0.
+func (l *handleLocks) addIfFlushed(age time.Duration, h *fileHandle, all map[*fileHandle]<-chan struct{}) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.used && (age == 0 || time.Since(l.flushed) < age) {
+		if l.released == nil {
+			l.released = make(chan struct{})
+		}
+		all[h] = l.released
+	}
+}
+
+func (fs *FS) isReleasing(h *fileHandle) bool {
+	fs.handles.Lock()
+	defer fs.handles.Unlock()
+	_, releasing := fs.handles.releasing[h]
+	return releasing
 }
 
 // lostLock returns EIO for an open file whose locks were lost in a restart of the server: another
@@ -279,24 +274,23 @@ func (fs *FS) lostLock(h *fileHandle) error {
 	if fs.opts.Locks == nil || fs.opts.Locks.Counters.Lost.Load() == 0 {
 		return nil
 	}
-	for _, id := range h.lockOwners() {
-		if fs.opts.Locks.Lost(h.ino.fh, id) {
-			return syscall.EIO
-		}
+	if h.hasLocks() && fs.opts.Locks.Lost(h.ino.fh, h.id) {
+		return syscall.EIO
 	}
 	return nil
 }
 
-// HasLockOwner reports whether an open file of fh has locks of an owner, or requests one. It is for
-// nlm.Client.ReleaseStale.
-func (fs *FS) HasLockOwner(fh nfs3.FH, id nlm.Owner) bool {
+// IsOpen reports whether a file has an open file with this number, which may be about to end. It is
+// for nlm.Client.ReleaseStale.
+func (fs *FS) IsOpen(fh nfs3.FH, open uint64) bool {
 	fs.handles.Lock()
-	handles := slices.Collect(maps.Values(fs.handles.files))
-	handles = append(handles, slices.Collect(maps.Keys(fs.handles.releasing))...)
-	fs.handles.Unlock()
-	for _, h := range handles {
-		if h.ino.fh == fh && slices.Contains(h.lockOwners(), id) {
-			return true
+	defer fs.handles.Unlock()
+	if h := fs.handles.files[open]; h != nil {
+		return h.ino.fh == fh
+	}
+	for h := range fs.handles.releasing {
+		if h.id == open {
+			return h.ino.fh == fh
 		}
 	}
 	return false

@@ -8,10 +8,13 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/rangelock"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // mountWithLocks mounts an export of this project's server with locks at the server.
@@ -177,5 +180,128 @@ func TestLockSeesGrowthBesideOtherLocks(t *testing.T) {
 	others.Wait()
 	if short+old != 0 {
 		t.Errorf("reads under a lock: %d of %d did not see the end of the file, %d had old data", short, rounds, old)
+	}
+}
+
+// A lockCalls makes the requests that the kernel makes for the file "f". The kernel sends RELEASE
+// some time after close(2).
+type lockCalls struct {
+	t    *testing.T
+	fs   *FS
+	node uint64
+}
+
+func (e *export) lockCalls(t *testing.T) (*lockCalls, *scripted) {
+	t.Helper()
+	must(t, os.WriteFile(filepath.Join(e.dir, "f"), nil, 0o644))
+	m, s := e.mountWithLocks(t)
+	var entry fuse.EntryOut
+	wantStatus(t, m.fs.Lookup(nil, &fuse.InHeader{NodeId: fuse.FUSE_ROOT_ID}, "f", &entry))
+	t.Cleanup(func() { m.fs.Forget(entry.NodeId, 1) })
+	return &lockCalls{t, m.fs, entry.NodeId}, s
+}
+
+func (c *lockCalls) header() fuse.InHeader { return fuse.InHeader{NodeId: c.node} }
+
+func (c *lockCalls) open() (fh uint64) {
+	c.t.Helper()
+	var out fuse.OpenOut
+	wantStatus(c.t, c.fs.Open(nil, &fuse.OpenIn{InHeader: c.header(), Flags: unix.O_RDWR}, &out))
+	return out.Fh
+}
+
+func (c *lockCalls) request(fh, owner uint64, typ, flags uint32) *fuse.LkIn {
+	return &fuse.LkIn{InHeader: c.header(), Fh: fh, Owner: owner, LkFlags: flags,
+		Lk: fuse.FileLock{End: rangelock.MaxOffset, Typ: typ}}
+}
+
+func (c *lockCalls) release(fh uint64) {
+	c.fs.Release(nil, &fuse.ReleaseIn{InHeader: c.header(), Fh: fh})
+}
+
+// TestLateReleaseKeepsNewLock locks a file through one open file, and after close(2) through
+// another one, with the same owner. The RELEASE of the first one comes last, and must not release
+// the new lock. The owner is the same for a process, and by chance also for another open file
+// description: the kernel makes the number from an address, which it uses again.
+func TestLateReleaseKeepsNewLock(t *testing.T) {
+	const owner, other = 1, 2
+	for _, x := range []struct {
+		name    string
+		flags   uint32
+		flusher uint64 // owner in FLUSH
+		unlock  bool
+	}{
+		{"fcntl", 0, owner, false},
+		{"fcntl with unlock", 0, owner, true},
+		{"open file description", 0, other, false},
+		{"open file description with unlock", 0, other, true},
+		{"flock", fuse.FUSE_LK_FLOCK, other, false},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			c, _ := startOwnExport(t).lockCalls(t)
+			first := c.open()
+			wantStatus(t, c.fs.SetLk(nil, c.request(first, owner, unix.F_WRLCK, x.flags)))
+			if x.unlock {
+				wantStatus(t, c.fs.SetLk(nil, c.request(first, owner, unix.F_UNLCK, x.flags)))
+			}
+			wantStatus(t, c.fs.Flush(nil, &fuse.FlushIn{InHeader: c.header(), Fh: first, LockOwner: x.flusher}))
+			second := c.open()
+			wantStatus(t, c.fs.SetLk(nil, c.request(second, owner, unix.F_WRLCK, x.flags)))
+			c.release(first)
+			third := c.open()
+			kit.Eventually(t, "release", func() bool {
+				c.fs.handles.Lock()
+				defer c.fs.handles.Unlock()
+				return len(c.fs.handles.releasing) == 0
+			})
+			if s := c.fs.SetLk(nil, c.request(third, other, unix.F_RDLCK, x.flags)); s != fuse.Status(unix.EAGAIN) {
+				t.Errorf("lock of another owner: got %v, want EAGAIN", s)
+			}
+			c.release(second)
+			wantStatus(t, c.fs.SetLkw(nil, c.request(third, other, unix.F_WRLCK, x.flags)))
+			c.release(third)
+		})
+	}
+}
+
+// TestGetLkWaitsForRelease asks for the lock of a closed file. The kernel has sent RELEASE, but the
+// data that was written under the lock is not on the server yet.
+func TestGetLkWaitsForRelease(t *testing.T) {
+	c, s := startOwnExport(t).lockCalls(t)
+	over := make(chan struct{})
+	a, blocked := blockUntil(over)
+	s.on(a, nfs3.ProcWrite)
+	first, second := c.open(), c.open()
+	wantStatus(t, c.fs.SetLk(nil, c.request(first, 1, unix.F_WRLCK, 0)))
+	_, status := c.fs.Write(nil, &fuse.WriteIn{InHeader: c.header(), Fh: first, Size: 4}, []byte("data"))
+	wantStatus(t, status)
+	closed := c.fs.file(first)
+	c.release(first)
+	<-blocked
+
+	result := make(chan fuse.LkOut)
+	go func() {
+		var out fuse.LkOut
+		if status := c.fs.GetLk(nil, c.request(second, 2, unix.F_WRLCK, 0), &out); status != fuse.OK {
+			t.Errorf("F_GETLK: %v", status)
+		}
+		result <- out
+	}()
+	kit.Eventually(t, "wait for the release", func() bool {
+		closed.locks.mu.Lock()
+		defer closed.locks.mu.Unlock()
+		return closed.locks.released != nil
+	})
+	close(over)
+	if out := <-result; out.Lk.Typ != unix.F_UNLCK {
+		t.Errorf("F_GETLK after the release: got type %d, want %d", out.Lk.Typ, unix.F_UNLCK)
+	}
+	c.release(second)
+}
+
+func wantStatus(t *testing.T, status fuse.Status) {
+	t.Helper()
+	if status != fuse.OK {
+		t.Fatal(status)
 	}
 }

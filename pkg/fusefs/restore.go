@@ -10,7 +10,6 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 )
 
 // unknownPages is the state of the kernel's cached pages of a file after a restart. It equals no
@@ -40,7 +39,7 @@ func (fs *FS) restore() (err error) {
 		}
 	}()
 	fs.users.restore(r.s.mount.Counter(r.s.mountSlot))
-	for _, step := range []func() error{r.nodes, r.openFiles, r.openDirs, r.lockOwners, r.hiddenNames, r.extents,
+	for _, step := range []func() error{r.nodes, r.openFiles, r.openDirs, r.hiddenNames, r.extents,
 		r.requests} {
 		if err := step(); err != nil {
 			return err
@@ -116,6 +115,7 @@ func (r *restoration) openFiles() error {
 		h := r.fs.makeFile(ino, cred, k.flags)
 		h.id, h.kept = k.id, slot
 		h.flushed.Store(true) // perhaps: rmdir then waits for the RELEASE
+		h.locks.used = r.fs.opts.Locks != nil
 		if e := syscall.Errno(r.s.files.Counter(slot)); e != 0 {
 			ino.wb.err, ino.wb.errSeq = e, 1
 			r.err[h] = true
@@ -127,7 +127,7 @@ func (r *restoration) openFiles() error {
 			return nil
 		}
 		h.closed = true
-		r.work = append(r.work, func() { r.fs.finishRelease(h, h.lockOwners()) })
+		r.work = append(r.work, func() { r.fs.finishRelease(h) })
 		return nil
 	})
 }
@@ -144,21 +144,6 @@ func (r *restoration) openDirs() error {
 		}
 		r.fs.inodes.open(ino)
 		r.fs.handles.dirs[k.id] = &dirHandle{id: k.id, ino: ino, cred: cred, kept: slot, verf: k.verf}
-		return nil
-	})
-}
-
-func (r *restoration) lockOwners() error {
-	return r.s.owners.All(func(slot keptSlot, k *ownerRecord) error {
-		h := r.files[k.file]
-		if h == nil { // killed at the end of the release
-			r.s.freeOwner(slot)
-			return nil
-		}
-		if h.locks.owners == nil {
-			h.locks.owners = make(map[nlm.Owner]keptSlot)
-		}
-		h.locks.owners[nlm.Owner{Kind: nlm.OwnerKind(k.kind), ID: k.id}] = slot
 		return nil
 	})
 }

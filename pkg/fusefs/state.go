@@ -15,7 +15,7 @@ import (
 
 // stateSchema is the version of the records below. A change of a record, or of what it means, needs
 // a new version: a daemon leaves mounts with a state of another version alone.
-const stateSchema = 1
+const stateSchema = 2
 
 // Bounds of the records.
 const (
@@ -34,7 +34,6 @@ const (
 	maxKeptDirs     = 1 << 16
 	maxKeptHidden   = 1 << 16
 	maxKeptRequests = 1 << 14
-	maxKeptOwners   = 1 << 17
 )
 
 // A keptSlot refers to a record. 0 means that there is no record.
@@ -121,12 +120,6 @@ type keptCall struct {
 	conn, xid uint32
 }
 
-// An ownerRecord is a lock owner that used an open file.
-type ownerRecord struct {
-	file, id uint64
-	kind     uint64
-}
-
 // recordChanged, if not nil, is called after each change of a record. Tests kill the process there.
 var recordChanged func()
 
@@ -136,7 +129,6 @@ func stateTables(buffers int) []slotfile.TableSpec {
 		slotfile.SpecOf[fileRecord]("files", 1, maxKeptFiles), slotfile.SpecOf[dirRecord]("dirs", 1, maxKeptDirs),
 		slotfile.SpecOf[hiddenRecord]("hidden", 1, maxKeptHidden), slotfile.SpecOf[extentRecord]("extents", 1, buffers),
 		slotfile.SpecOf[requestRecord]("requests", 1, maxKeptRequests),
-		slotfile.SpecOf[ownerRecord]("owners", 1, maxKeptOwners),
 	}, nlm.StateTables()...)
 }
 
@@ -155,7 +147,6 @@ type State struct {
 	hidden   slotfile.Records[hiddenRecord]
 	extents  slotfile.Records[extentRecord]
 	requests slotfile.Records[requestRecord]
-	owners   slotfile.Records[ownerRecord]
 
 	mountSlot keptSlot
 	restored  bool
@@ -247,7 +238,6 @@ func newState(f *slotfile.File) *State {
 	s.hidden = slotfile.RecordsOf[hiddenRecord](f, "hidden")
 	s.extents = slotfile.RecordsOf[extentRecord](f, "extents")
 	s.requests = slotfile.RecordsOf[requestRecord](f, "requests")
-	s.owners = slotfile.RecordsOf[ownerRecord](f, "owners")
 	s.mu.byUnique = make(map[uint64]*requestState)
 	return s
 }
@@ -498,23 +488,6 @@ func (s *State) setLength(e *extent) {
 func (s *State) freeExtent(e *extent) {
 	if s != nil {
 		s.extents.Remove(&e.kept)
-	}
-}
-
-// addOwner records that a lock owner uses an open file. The error is ENOLCK.
-func (s *State) addOwner(h *fileHandle, id nlm.Owner) (slot keptSlot, err error) {
-	if s == nil {
-		return 0, nil
-	}
-	if slot, err = s.owners.Add(&ownerRecord{file: h.id, id: id.ID, kind: uint64(id.Kind)}, 0); err != nil {
-		return 0, syscall.ENOLCK
-	}
-	return slot, nil
-}
-
-func (s *State) freeOwner(slot keptSlot) {
-	if s != nil {
-		s.owners.Remove(&slot)
 	}
 }
 

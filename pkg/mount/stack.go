@@ -295,7 +295,7 @@ func (s *mountStack) settled() {
 		t.ReleaseReserved()
 	}
 	if s.locks != nil {
-		s.locks.ReleaseStale(s.fs.HasLockOwner)
+		s.locks.ReleaseStale(s.fs.IsOpen)
 	}
 }
 

@@ -128,9 +128,9 @@ type Client struct {
 	reclaimed uint64
 	// interrupted files have requests of an earlier process. Only New and run use it.
 	interrupted map[*file]*interrupted
-	restored    bool               // New restored locks or requests
-	restoring   sync.WaitGroup     // the work that New started to restore them
-	kept        map[lostKey][]byte // credentials of restored owners, until ReleaseStale
+	restored    bool                 // New restored locks or requests
+	restoring   sync.WaitGroup       // the work that New started to restore them
+	kept        map[openKey]struct{} // open files of the restored locks, until ReleaseStale
 
 	mu struct {
 		sync.Mutex
@@ -139,15 +139,21 @@ type Client struct {
 		svids   map[uint32]struct{} // in use by owners
 		waits   map[Owner]Owner     // local requests that wait for a lock of another owner
 		pending map[*pending]struct{}
-		lost    map[lostKey]struct{} // owners with lost locks
+		lost    map[nfs3.FH][]uint64 // open files with lost locks
 		closed  bool
 	}
 }
 
-// A lostKey names the owner of a lost lock and its file.
-type lostKey struct {
+// A lockKey names an owner of locks and their file.
+type lockKey struct {
 	fh nfs3.FH
 	id Owner
+}
+
+// An openKey names an open file.
+type openKey struct {
+	fh   nfs3.FH
+	open uint64
 }
 
 // A file holds the locks of one file. turn serializes the calls to the server about this file and
@@ -194,8 +200,8 @@ func New(cfg Config) *Client {
 	_, _ = rand.Read(c.instance[:])      // never fails
 	c.mu.files, c.mu.owners = make(map[nfs3.FH]*file), make(map[Owner]*owner)
 	c.mu.svids, c.mu.waits = make(map[uint32]struct{}), make(map[Owner]Owner)
-	c.mu.pending, c.mu.lost = make(map[*pending]struct{}), make(map[lostKey]struct{})
-	c.interrupted, c.kept = make(map[*file]*interrupted), make(map[lostKey][]byte)
+	c.mu.pending, c.mu.lost = make(map[*pending]struct{}), make(map[nfs3.FH][]uint64)
+	c.interrupted, c.kept = make(map[*file]*interrupted), make(map[openKey]struct{})
 	c.ctx, c.cancel = context.WithCancel(context.Background())
 	if cfg.times != nil {
 		cfg.times(c)
@@ -246,11 +252,7 @@ func (c *Client) releaseAll(ctx context.Context) {
 	for _, f := range files {
 		if f.acquire(ctx) == nil {
 			for _, l := range slices.Concat(f.locks.All(), f.lost.All()) {
-				o := c.getOwner(l.Owner)
-				if c.unlockCall(ctx, f, o, f.creds[l.Owner], l.Owner, l.Start, l.End) == nil {
-					_ = c.clear(f, l.Owner, l.Start, l.End, nil)
-				}
-				c.putOwner(l.Owner)
+				c.releaseLock(ctx, f, &l)
 			}
 			f.release()
 		}
@@ -416,10 +418,9 @@ func (c *Client) change(f *file, ch *tableChange) error {
 	if isEmpty := f.empty(); isEmpty != wasEmpty {
 		f.users += delta(wasEmpty)
 	}
-	if f.lost.Owns(id, 0, maxOffset) {
-		c.mu.lost[lostKey{f.fh, id}] = struct{}{}
-	} else {
-		delete(c.mu.lost, lostKey{f.fh, id})
+	delete(c.mu.lost, f.fh)
+	for _, l := range f.lost.All() {
+		c.mu.lost[f.fh] = append(c.mu.lost[f.fh], l.Open)
 	}
 	o := c.mu.owners[id]
 	c.mu.Unlock()

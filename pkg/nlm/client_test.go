@@ -171,6 +171,55 @@ func TestQueuedUnlockKeepsNewLock(t *testing.T) {
 	})
 }
 
+// TestReleaseOpenKeepsOtherLocks ends an open file whose owner has locked through another one since.
+// The end must release what was last set through the ended open file, and nothing else.
+func TestReleaseOpenKeepsOtherLocks(t *testing.T) {
+	s := startLockServer(t)
+	a, b := s.client(nil), s.client(nil)
+	mustLock(t, a, through(1, exclusive(alice, 0, 9)))
+	mustLock(t, a, through(1, shared(alice, 40, 49)))
+	mustLock(t, a, through(1, shared(bob, 40, 49)))
+	mustLock(t, a, through(2, exclusive(alice, 5, 14)))
+	mustLock(t, a, through(2, shared(alice, 45, 54)))
+	kit.Must(t, a.ReleaseOpen(t.Context(), fh, 1))
+	wantTable(t, a, through(2, exclusive(alice, 5, 14)), through(2, shared(alice, 45, 54)))
+	mustLock(t, b, exclusive(bob, 0, 4))
+	mustLock(t, b, exclusive(bob, 40, 44))
+	wantLock(t, b, exclusive(bob, 5, 5), syscall.EAGAIN)
+	wantLock(t, b, exclusive(bob, 45, 45), syscall.EAGAIN)
+	kit.Must(t, a.ReleaseOpen(t.Context(), fh, 2))
+	mustLock(t, b, exclusive(bob, 0, 100))
+	if n := a.Counters.Held.Load(); n != 0 || a.InUse(fh) {
+		t.Errorf("after the release: got %d locks, in use %v", n, a.InUse(fh))
+	}
+}
+
+// TestReleaseOpenGoesOnInBackground releases the locks of an open file while the server does not
+// answer. A later request must not come first.
+func TestReleaseOpenGoesOnInBackground(t *testing.T) {
+	s := startLockServer(t)
+	c := s.client(nil)
+	mustLock(t, c, exclusive(alice, 0, 9))
+	hold := make(chan struct{})
+	s.setAnswer(func(x *call) reply {
+		if x.proc == nlm.ProcUnlock {
+			<-hold
+		}
+		return pass
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := c.ReleaseOpen(ctx, fh, alice.ID); err != syscall.EINTR {
+		t.Errorf("got error %v, want %v", err, syscall.EINTR)
+	}
+	result, end := goLock(t, c, through(7, exclusive(alice, 0, 9)), false)
+	defer end()
+	close(hold)
+	wantResult(t, result, nil)
+	wantTable(t, c, through(7, exclusive(alice, 0, 9)))
+	wantLock(t, s.client(nil), exclusive(bob, 0, 0), syscall.EAGAIN)
+}
+
 func TestStatusBecomesErrno(t *testing.T) {
 	s := startLockServer(t)
 	c := s.client(nil)
@@ -252,7 +301,7 @@ func TestReclaimAfterRestart(t *testing.T) {
 		if waited := time.Since(began); waited < 900*time.Millisecond {
 			t.Errorf("a new lock waited for %v, want the grace period", waited)
 		}
-		if a.Lost(fh, alice) || a.Counters.Lost.Load() != 0 {
+		if a.Lost(fh, alice.ID) || a.Counters.Lost.Load() != 0 {
 			t.Error("a lock was lost")
 		}
 	})
@@ -274,11 +323,11 @@ func TestStolenLockIsLost(t *testing.T) {
 		t.Errorf("lost lock: got owner %+v, want %+v", id, alice)
 	}
 	kit.Eventually(t, "other lock", func() bool { return s.locks() == 2 })
-	if !a.Lost(fh, alice) || a.Lost(fh, bob) {
-		t.Errorf("Lost: got %v and %v, want true and false", a.Lost(fh, alice), a.Lost(fh, bob))
+	if !a.Lost(fh, alice.ID) || a.Lost(fh, bob.ID) {
+		t.Errorf("Lost: got %v and %v, want true and false", a.Lost(fh, alice.ID), a.Lost(fh, bob.ID))
 	}
 	wantLock(t, a, exclusive(alice, 100, 100), syscall.EIO)
-	if mustUnlock(t, a, alice, 0, 9); a.Lost(fh, alice) {
+	if mustUnlock(t, a, alice, 0, 9); a.Lost(fh, alice.ID) {
 		t.Error("the lock is lost after the unlock")
 	}
 	mustLock(t, a, exclusive(alice, 100, 100))

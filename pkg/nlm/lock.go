@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"slices"
 	"syscall"
 	"time"
 
@@ -424,9 +425,57 @@ func (c *Client) unlockCall(ctx context.Context, f *file, o *owner, cred []byte,
 	}
 }
 
-// ReleaseOwner releases all locks of an owner on a file, as close(2) does.
+// ReleaseOwner releases all locks of an owner on a file, as close(2) does with those of fcntl(2).
 func (c *Client) ReleaseOwner(ctx context.Context, cred []byte, fh nfs3.FH, id Owner) error {
 	return c.Unlock(ctx, cred, fh, id, 0, maxOffset)
+}
+
+// ReleaseOpen releases the locks, lost ones too, that were last set through an open file, whoever
+// owns them. It takes its place before later requests for the file. When ctx ends first, the
+// release goes on in the background and ReleaseOpen returns EINTR.
+//
+// The end of an open file must not release other locks of the owners that used it: a process may
+// have set them through another open file since, and the kernel uses the number of an open file
+// description again as soon as it is closed.
+func (c *Client) ReleaseOpen(ctx context.Context, fh nfs3.FH, open uint64) error {
+	c.mu.Lock()
+	f := c.mu.files[fh]
+	if f == nil || c.mu.closed {
+		c.mu.Unlock()
+		return nil
+	}
+	f.users++
+	place, done := f.turn.queue(), make(chan struct{})
+	c.work.Go(func() {
+		defer close(done)
+		defer c.putFile(f)
+		if place.wait(c.ctx) != nil {
+			return
+		}
+		defer f.release()
+		for _, l := range slices.Concat(f.locks.All(), f.lost.All()) {
+			if l.Open == open {
+				c.releaseLock(c.ctx, f, &l)
+			}
+		}
+	})
+	c.mu.Unlock()
+	select {
+	case <-done:
+		return nil
+	case <-ctx.Done():
+		return syscall.EINTR
+	}
+}
+
+// releaseLock releases a lock of the tables. The caller has the turn.
+func (c *Client) releaseLock(ctx context.Context, f *file, l *Lock) {
+	o := c.getOwner(l.Owner)
+	defer c.putOwner(l.Owner)
+	in, _ := c.unlockIntent(f, o, f.creds[l.Owner], l) // it only removes records, and needs no room
+	if c.unlockCall(ctx, f, o, f.creds[l.Owner], l.Owner, l.Start, l.End) == nil {
+		_ = c.clear(f, l.Owner, l.Start, l.End, in)
+	}
 }
 
 // Test returns a lock that excludes l. held is false when l could be set. The owner of a lock of
@@ -474,15 +523,14 @@ func (c *Client) InUse(fh nfs3.FH) bool {
 	return c.mu.files[fh] != nil
 }
 
-// Lost reports whether the owner has a lost lock on the file that it has not unlocked.
-func (c *Client) Lost(fh nfs3.FH, id Owner) bool {
+// Lost reports whether a lock that was set through an open file is lost, and not unlocked since.
+func (c *Client) Lost(fh nfs3.FH, open uint64) bool {
 	if c.Counters.Lost.Load() == 0 {
 		return false
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	_, lost := c.mu.lost[lostKey{fh, id}]
-	return lost
+	return slices.Contains(c.mu.lost[fh], open)
 }
 
 // bound returns ctx with the timeout of a soft mount.

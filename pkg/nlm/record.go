@@ -14,7 +14,7 @@ const (
 
 	clientBytes = 8 + 2 + maxName
 	ownerBytes  = 4 + 8 + 1 + 1 + 2 + nfs3.FHSize + maxCred
-	rangeBytes  = 3*8 + 2*4 + 3
+	rangeBytes  = 4*8 + 2*4 + 3
 )
 
 var order = binary.NativeEndian
@@ -88,6 +88,7 @@ func (k rangeKind) intent() bool { return k == rangeLock || k == rangeUnlock }
 type rangeRecord struct {
 	seq        uint64 // orders the records of an owner: a later one replaces others in its range
 	start, end uint64
+	open       uint64        // number of the open file
 	owner      slotfile.Slot // in the table of owners
 	pid        uint32
 	kind       rangeKind
@@ -96,23 +97,25 @@ type rangeRecord struct {
 }
 
 func newRange(kind rangeKind, l *Lock) rangeRecord {
-	return rangeRecord{kind: kind, start: l.Start, end: l.End, exclusive: l.Exclusive, pid: l.PID}
+	return rangeRecord{kind: kind, start: l.Start, end: l.End, exclusive: l.Exclusive, pid: l.PID,
+		open: l.Open}
 }
 
 func (r *rangeRecord) lock(id Owner) Lock {
-	return Lock{Start: r.start, End: r.end, Exclusive: r.exclusive, Owner: id, PID: r.pid}
+	return Lock{Start: r.start, End: r.end, Exclusive: r.exclusive, Owner: id, PID: r.pid, Open: r.open}
 }
 
 func (r *rangeRecord) overlaps(o *rangeRecord) bool { return r.start <= o.end && o.start <= r.end }
 
 // same reports whether two records mean the same.
 func (r *rangeRecord) same(o *rangeRecord) bool {
-	return r.start == o.start && r.end == o.end && r.pid == o.pid && r.kind == o.kind && r.exclusive == o.exclusive
+	return r.start == o.start && r.end == o.end && r.pid == o.pid && r.open == o.open && r.kind == o.kind &&
+		r.exclusive == o.exclusive
 }
 
 func (r *rangeRecord) encode() []byte {
 	b := order.AppendUint64(make([]byte, 0, rangeBytes), r.seq)
-	b = order.AppendUint64(order.AppendUint64(b, r.start), r.end)
+	b = order.AppendUint64(order.AppendUint64(order.AppendUint64(b, r.start), r.end), r.open)
 	b = order.AppendUint32(order.AppendUint32(b, uint32(r.owner)), r.pid)
 	return append(b, byte(r.kind), asByte(r.exclusive), asByte(r.wait))
 }
@@ -126,9 +129,9 @@ func asByte(v bool) byte {
 
 func decodeRange(b []byte) (r rangeRecord, ok bool) {
 	r.seq, r.start, r.end = order.Uint64(b), order.Uint64(b[8:]), order.Uint64(b[16:])
-	r.owner, r.pid = slotfile.Slot(order.Uint32(b[24:])), order.Uint32(b[28:])
-	r.kind, r.exclusive, r.wait = rangeKind(b[32]), b[33] == 1, b[34] == 1
+	r.open, r.owner, r.pid = order.Uint64(b[24:]), slotfile.Slot(order.Uint32(b[32:])), order.Uint32(b[36:])
+	r.kind, r.exclusive, r.wait = rangeKind(b[40]), b[41] == 1, b[42] == 1
 	ok = r.seq < 1<<63 && r.kind >= rangeHeld && r.kind <= rangeUnlock && r.start <= r.end && r.end <= maxOffset &&
-		b[33] <= 1 && b[34] <= 1
+		b[41] <= 1 && b[42] <= 1
 	return r, ok
 }

@@ -3,6 +3,7 @@ package nlm
 import (
 	"context"
 	"errors"
+	"slices"
 	"syscall"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
@@ -45,7 +46,7 @@ func (c *Client) restoreState() {
 	}
 	c.restoreJournal()
 	if len(kept) > 0 || len(c.interrupted) > 0 {
-		if len(c.kept) > 0 {
+		if len(kept) > 0 {
 			c.link.expect()
 		}
 		c.restored = true
@@ -82,14 +83,15 @@ func (c *Client) restoreHolder(k *keptHolder) {
 	}})
 	if f.has(id) {
 		f.creds[id] = rec.cred
-		c.kept[k.key] = rec.cred
+	}
+	for _, l := range slices.Concat(f.locks.Owned(id, 0, maxOffset), f.lost.Owned(id, 0, maxOffset)) {
+		c.kept[openKey{f.fh, l.Open}] = struct{}{}
 	}
 	if f.lost.Owns(id, 0, maxOffset) {
 		c.Counters.Lost.Add(uint64(len(f.lost.Owned(id, 0, maxOffset))))
 	}
 	for _, r := range k.rows {
 		if r.rec.kind.intent() {
-			c.kept[k.key] = rec.cred // the request may have set a lock
 			c.getOwner(id)
 			x := c.interrupt(f)
 			x.requests = append(x.requests, &keptRequest{in: &intent{key: k.key, h: k.h, row: r}, o: o,
@@ -201,21 +203,17 @@ func (x *interrupted) parts(l Lock) []Lock {
 	return parts
 }
 
-// ReleaseStale releases, in the background, the restored locks for which known returns false,
-// lost ones too. known must return whether an open file has the owner. Call ReleaseStale once,
-// after all open files are known and before new requests. It calls known before it returns.
-func (c *Client) ReleaseStale(known func(fh nfs3.FH, id Owner) bool) {
+// ReleaseStale releases, in the background, the restored locks of open files for which isOpen
+// returns false, lost ones too. Call ReleaseStale once, after all open files are known and before
+// new requests. It calls isOpen before it returns.
+func (c *Client) ReleaseStale(isOpen func(fh nfs3.FH, open uint64) bool) {
 	kept := c.kept
 	c.kept = nil
-	for key, cred := range kept {
-		if known(key.fh, key.id) {
-			continue
-		}
-		c.mu.Lock()
-		f, o := c.mu.files[key.fh], c.mu.owners[key.id]
-		c.mu.Unlock()
-		if f != nil && o != nil {
-			c.unlockLater(f, o, cred, key.id, 0, maxOffset)
+	ended, cancel := context.WithCancel(context.Background())
+	cancel()
+	for key := range kept {
+		if !isOpen(key.fh, key.open) {
+			_ = c.ReleaseOpen(ended, key.fh, key.open)
 		}
 	}
 }

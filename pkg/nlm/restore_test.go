@@ -174,8 +174,8 @@ func TestLostLockSurvivesRestart(t *testing.T) {
 		c = k.restart(c, nil)
 		c.WaitRestored()
 		held, lost := c.Table(fh)
-		if len(held) != 1 || len(lost) != 1 || lost[0].End != 9 || !c.Lost(fh, alice) {
-			t.Errorf("got locks %+v, lost %+v, %v", held, lost, c.Lost(fh, alice))
+		if len(held) != 1 || len(lost) != 1 || lost[0].End != 9 || !c.Lost(fh, alice.ID) {
+			t.Errorf("got locks %+v, lost %+v, %v", held, lost, c.Lost(fh, alice.ID))
 		}
 		wantLock(t, c, exclusive(alice, 40, 40), syscall.EIO)
 		k.wantRecords(1, 2)
@@ -186,7 +186,7 @@ func TestLostLockSurvivesRestart(t *testing.T) {
 	}
 	c = k.restart(c, nil)
 	k.wantRecords(1, 2)
-	if release(t, c, alice); c.Lost(fh, alice) {
+	if release(t, c, alice); c.Lost(fh, alice.ID) {
 		t.Error("the lock is lost after the release")
 	}
 	k.wantRecords(0, 0)
@@ -307,17 +307,18 @@ func TestReleaseStale(t *testing.T) {
 	mustLock(t, c, exclusive(alice, 0, 9))
 	mustLock(t, c, exclusive(bob, 20, 29))
 	mustLock(t, c, exclusive(bob, 40, 49))
+	mustLock(t, c, through(3, exclusive(alice, 10, 14))) // not merged with the first one
 	c = k.restart(c, nil)
 	asked := 0
-	c.ReleaseStale(func(h nfs3.FH, id nlm.Owner) bool {
+	c.ReleaseStale(func(h nfs3.FH, open uint64) bool {
 		asked++
-		return h == fh && id == alice
+		return h == fh && open == alice.ID
 	})
-	c.ReleaseStale(func(nfs3.FH, nlm.Owner) bool { return false }) // only once
+	c.ReleaseStale(func(nfs3.FH, uint64) bool { return false }) // only once
 	kit.Eventually(t, "release", func() bool { return s.locks() == 1 && c.Counters.Held.Load() == 1 })
 	wantTable(t, c, exclusive(alice, 0, 9))
-	if asked != 2 {
-		t.Errorf("known: got %d calls, want 2", asked)
+	if asked != 3 {
+		t.Errorf("isOpen: got %d calls, want 3", asked)
 	}
 	k.wantRecords(1, 1)
 }
@@ -434,7 +435,7 @@ func TestUnlockOfLostLockReachesServer(t *testing.T) {
 			return c.stat(nlm.DeniedNoLocks)
 		})
 		c.Restarted("test")
-		kit.Eventually(t, "lost lock", func() bool { return c.Lost(fh, alice) })
+		kit.Eventually(t, "lost lock", func() bool { return c.Lost(fh, alice.ID) })
 		s.setAnswer(nil)
 		if closes {
 			c.Close()

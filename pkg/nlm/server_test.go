@@ -284,11 +284,17 @@ var (
 )
 
 func exclusive(id nlm.Owner, start, end uint64) nlm.Lock {
-	return nlm.Lock{Start: start, End: end, Exclusive: true, Owner: id, PID: uint32(id.ID)}
+	return nlm.Lock{Start: start, End: end, Exclusive: true, Owner: id, PID: uint32(id.ID), Open: id.ID}
 }
 
 func shared(id nlm.Owner, start, end uint64) nlm.Lock {
-	return nlm.Lock{Start: start, End: end, Owner: id}
+	return nlm.Lock{Start: start, End: end, Owner: id, Open: id.ID}
+}
+
+// through returns l, set through another open file.
+func through(open uint64, l nlm.Lock) nlm.Lock {
+	l.Open = open
+	return l
 }
 
 func mustLock(t *testing.T, c *nlm.Client, l nlm.Lock) {

@@ -127,7 +127,7 @@ func TestNoticeOfRestart(t *testing.T) {
 		t.Error("a foreign notice counted")
 	}
 	notify(t, service, "127.0.0.1:700", 5) // the server does not let the client reclaim
-	kit.Eventually(t, "lost lock", func() bool { return c.Lost(fh, alice) })
+	kit.Eventually(t, "lost lock", func() bool { return c.Lost(fh, alice.ID) })
 }
 
 // TestNoticeWithoutRestartKeepsLocks delivers notices while the lock connection shows that the

@@ -50,7 +50,7 @@ type State struct {
 	ended   bool       // the tables must not be used anymore
 	named   bool       // the client table has its record
 	seq     uint64     // of the last record of a range
-	holders map[lostKey]*holder
+	holders map[lockKey]*holder
 
 	step func() // for tests: runs after each change of the table of ranges
 }
@@ -72,7 +72,7 @@ type row struct {
 // An intent is the record of a request whose result the client does not know yet. A nil *intent is
 // valid: nothing is recorded.
 type intent struct {
-	key   lostKey
+	key   lockKey
 	h     *holder
 	row   row
 	spare []slotfile.Slot // for the records that the result needs
@@ -82,7 +82,7 @@ type intent struct {
 // otherwise NewState panics. The caller closes the file after Client.Close or Client.Detach.
 func NewState(f *slotfile.File) *State {
 	s := &State{client: f.Table(clientTable), owners: f.Table(ownerTable), ranges: f.Table(rangeTable),
-		holders: make(map[lostKey]*holder)}
+		holders: make(map[lockKey]*holder)}
 	if s.client == nil || s.owners == nil || s.ranges == nil {
 		panic("nlm: the file does not have the tables of StateTables")
 	}
@@ -101,7 +101,7 @@ func (s *State) end() {
 
 // begin records that a request about a range is about to be sent, and reserves slots for its
 // result. kind is rangeLock or rangeUnlock. An error changes nothing.
-func (s *State) begin(key lostKey, o *owner, cred []byte, rec rangeRecord, spare int) (*intent, error) {
+func (s *State) begin(key lockKey, o *owner, cred []byte, rec rangeRecord, spare int) (*intent, error) {
 	if s == nil {
 		return nil, nil
 	}
@@ -155,7 +155,7 @@ func (s *State) fill(in *intent, n int) error {
 }
 
 // holder returns the holder of key, which it records if necessary. The caller holds mu.
-func (s *State) holder(key lostKey, o *owner, cred []byte) (*holder, error) {
+func (s *State) holder(key lockKey, o *owner, cred []byte) (*holder, error) {
 	if h := s.holders[key]; h != nil {
 		return h, nil
 	}
@@ -213,7 +213,7 @@ func (s *State) dropSpare(in *intent) {
 	in.spare = nil
 }
 
-func (s *State) dropHolder(key lostKey, h *holder) {
+func (s *State) dropHolder(key lockKey, h *holder) {
 	if s.holders[key] == h && h.intents == 0 && len(h.rows) == 0 {
 		s.owners.Free(h.slot)
 		delete(s.holders, key)
@@ -237,7 +237,7 @@ func (s *State) withdraw(in *intent) bool {
 
 // A stateChange is a change of the locks of an owner of a file.
 type stateChange struct {
-	key    lostKey
+	key    lockKey
 	o      *owner
 	cred   []byte        // nil: unchanged
 	target []rangeRecord // all held and lost ranges after the change, ordered by start
@@ -405,7 +405,7 @@ func (s *State) identity(instance *[8]byte, caller string) (kept string, err err
 
 // A keptHolder has the records of a holder that an earlier process left.
 type keptHolder struct {
-	key  lostKey
+	key  lockKey
 	h    *holder
 	rows []row // of all kinds, in the order of their sequence numbers
 }
@@ -419,7 +419,7 @@ func (s *State) load() (kept []*keptHolder, invalid int, err error) {
 	svids, ids := make(map[uint32]Owner), make(map[Owner]uint32)
 	err = s.owners.Each(func(slot slotfile.Slot, b []byte) {
 		rec, ok := decodeOwner(b)
-		key := lostKey{rec.fh, rec.id}
+		key := lockKey{rec.fh, rec.id}
 		id, svidUsed := svids[rec.svid]
 		svid, idUsed := ids[rec.id]
 		if !ok || s.holders[key] != nil || svidUsed && id != rec.id || idUsed && svid != rec.svid {
@@ -478,7 +478,7 @@ func rangesOf(f *file, id Owner) []rangeRecord {
 	return all
 }
 
-func keyOf(f *file, id Owner) lostKey { return lostKey{f.fh, id} }
+func keyOf(f *file, id Owner) lockKey { return lockKey{f.fh, id} }
 
 // validFH reports whether b is a file handle.
 func validFH(b []byte) (nfs3.FH, bool) {

@@ -113,7 +113,7 @@ func (m samples) released(restarts int) error {
 	}
 	zero := strings.Fields("mrs_orphaned_total nodes_without_record_total calls_in_flight calls_queued slots_in_use " +
 		"locks_held locks_pending locks_lost_total write_errors_total panics_total bad_reply_total")
-	for _, table := range strings.Fields("files dirs hidden extents requests owners lockowners lockranges") {
+	for _, table := range strings.Fields("files dirs hidden extents requests lockowners lockranges") {
 		zero = append(zero, "state_records{"+table+"}")
 	}
 	mrs := 0.0
