@@ -17,10 +17,12 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/lockrace"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 func TestMain(m *testing.M) {
+	lockrace.Main()
 	if os.Getenv(lockHelper) != "" {
 		runLockHelper()
 		return

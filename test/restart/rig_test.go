@@ -20,6 +20,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/lockrace"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
@@ -27,6 +28,7 @@ import (
 const limit = 5 * time.Minute
 
 func TestMain(m *testing.M) {
+	lockrace.Main()
 	if os.Getenv(workerEnv) != "" {
 		runWorker()
 		return
