@@ -56,8 +56,9 @@ var optionHelp = []struct {
 			"fcntl(2) and flock(2) locks exclude other clients, or only processes of this host (lock)"},
 		{"local_lock=all | flock | posix | none", "kinds of locks that are local to this host (none)"},
 		{"nlmport=N", "TCP port of the server's lock service NLM (ask the port mapper, or use the port of MOUNT)"},
-		{"suid | nosuid, dev | nodev",
-			"allow set-user-ID programs, and device files (nosuid, nodev; also with the option defaults)"},
+		{"allow_suid | nosuid, allow_dev | nodev",
+			"allow set-user-ID programs, and device files (nosuid, nodev; also with the option defaults). " +
+				"suid and dev mean the same, but mount(8) and fstab do not pass them on"},
 		{"noexec, noatime, nodiratime, strictatime and their opposites", "see mount(8)"},
 	}},
 	{"Options of this client", [][2]string{

@@ -212,10 +212,14 @@ func attrTimeout(name string, field func(*Options) *time.Duration) option {
 	}, name)
 }
 
-func kernelFlag(flag, opposite string) []option {
+// kernelFlag returns the options of a flag of mount(2) and of its opposite. mount(8) does not pass
+// the opposites "suid" and "dev" to helpers, because they are its defaults: they have another name
+// that it passes.
+func kernelFlag(flag string, opposites ...string) []option {
 	return []option{
-		wordSets(opposite, flag, func(o *Options) { o.setKernel(flag, flag) }),
-		wordSets(opposite, opposite, func(o *Options) { o.setKernel("", flag) }),
+		wordSets(opposites[0], flag, func(o *Options) { o.setKernel(flag, flag) }),
+		{names: opposites, group: opposites[0], word: true,
+			set: func(o *Options, _, _ string) bool { o.setKernel("", flag); return true }},
 	}
 }
 
@@ -334,7 +338,7 @@ var optionTable = slices.Concat([]option{
 	wordSets("atime", "noatime", func(o *Options) { o.setKernel("noatime", "noatime", "strictatime") }),
 	wordSets("atime", "strictatime", func(o *Options) { o.setKernel("strictatime", "noatime", "strictatime") }),
 },
-	kernelFlag("nosuid", "suid"), kernelFlag("nodev", "dev"), kernelFlag("noexec", "exec"),
+	kernelFlag("nosuid", "suid", "allow_suid"), kernelFlag("nodev", "dev", "allow_dev"), kernelFlag("noexec", "exec"),
 	kernelFlag("nodiratime", "diratime"))
 
 var optionByName = func() map[string]*option {
@@ -478,7 +482,7 @@ func (o *Options) checkPrivilege() error {
 		return nil
 	}
 	return control.Errorf(control.CodePermission,
-		"mount options suid and dev: the daemon does not run as root; remove the options")
+		"mount options suid, allow_suid, dev and allow_dev: the daemon does not run as root; remove the options")
 }
 
 // checkAttrTimes finds contradictions between the attribute cache times, actimeo and noac.

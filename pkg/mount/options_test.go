@@ -59,6 +59,8 @@ func TestParseOptions(t *testing.T) {
 		{"", func(o *Options) { o.Kernel = []string{"nosuid", "nodev"} }},
 		{"suid", func(o *Options) { o.Kernel = []string{"nodev"} }},
 		{"suid,dev,defaults", func(o *Options) { o.Kernel = []string{} }},
+		{"allow_dev", func(o *Options) { o.Kernel = []string{"nosuid"} }},
+		{"allow_suid,suid,allow_dev", func(o *Options) { o.Kernel = []string{} }},
 	}
 	for _, tt := range tests {
 		t.Run(tt.list, func(t *testing.T) {

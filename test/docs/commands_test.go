@@ -39,6 +39,9 @@ var commands = []struct{ page, line string }{
 	{"docs/mount.md", "mount -fv /mnt"},
 	{"docs/mount.md", "mount /mnt"},
 	{"docs/troubleshooting.md", "umount /mnt"},
+	{"docs/mount.md", "mount -t nfsrdma server:/export /mnt -o allow_suid,allow_dev"},
+	{"docs/mount.md", "findmnt -no VFS-OPTIONS /mnt"},
+	{"docs/troubleshooting.md", "umount /mnt"},
 	{"docs/tuning.md", "nfsrdmad mount 192.0.2.1:/data DIR -o nconnect=5,remoteports=192.0.2.1-192.0.2.4"},
 	{"docs/virtiofs.md", "nfsrdmad virtiofs --socket /run/vm1.sock server:/export"},
 }
