@@ -39,17 +39,24 @@ func (t *inodeTable) closeFile(ino *inode) int {
 // An unresolvedRemoval is a removal in flight whose object is not known. Unresolved removals begin
 // while no file is open, or while the kernel does not know the object.
 type unresolvedRemoval struct {
+	cred []byte // of the request that removes
 	dir  *inode
 	name string
 	// names of the object of a RENAME; nil and "" for a REMOVE
 	fromDir  *inode
 	fromName string
+	// target is the object that name stood for in the reply to the last LOOKUP of this mount; the
+	// zero value if the name cache does not have the name.
+	target nfs3.FH
 }
 
 // unresolvedTimeout is how long an open waits for unresolved removals. Then the open asks the
-// server which objects they remove. A server may take long to free a large file, and opens of other
-// files must not wait for it.
-const unresolvedTimeout = 20 * time.Millisecond
+// server which objects they remove, and again after twice the time, up to unresolvedLongest. A
+// server may take long to free a large file, and opens of other files must not wait for it.
+const (
+	unresolvedTimeout = 20 * time.Millisecond
+	unresolvedLongest = time.Second
+)
 
 // awaitRemovals waits for the removals of ino that began before openFile. No such removal begins
 // after openFile. waited is true when there was, or may have been, a removal of ino.
@@ -58,7 +65,8 @@ func (fs *FS) awaitRemovals(r *request, ino *inode) (waited bool, err error) {
 	if !mine && len(unknown) == 0 { // the usual case
 		return false, nil
 	}
-	timer := time.NewTimer(unresolvedTimeout)
+	wait := unresolvedTimeout
+	timer := time.NewTimer(wait)
 	defer timer.Stop()
 	others := make(map[*unresolvedRemoval]bool) // false while the object may be ino
 	for mine || len(unknown) > 0 {
@@ -72,6 +80,8 @@ func (fs *FS) awaitRemovals(r *request, ino *inode) (waited bool, err error) {
 			for _, b := range unknown {
 				others[b] = fs.removesOther(r, b, ino)
 			}
+			wait = min(2*wait, unresolvedLongest)
+			timer.Reset(wait)
 		case <-r.Done():
 			return waited, syscall.EINTR
 		}
@@ -103,19 +113,43 @@ func (t *inodeTable) removalsOf(ino *inode, others map[*unresolvedRemoval]bool) 
 	return mine, unknown, t.removalDone
 }
 
-// removesOther asks the server whether a removal in flight is of another object than ino. The
-// server may have executed the removal already. The name then does not exist, or stands for the
-// renamed object.
+// removesOther asks the server whether a removal in flight is of another object than ino. It asks
+// with the credential of the remover, because the caller may not have the right to search the
+// directory.
+//
+// The server may have executed the removal already. The name then does not exist, or stands for the
+// renamed object. In this case the last LOOKUP of the name tells which object it was.
 func (fs *FS) removesOther(r *request, b *unresolvedRemoval, ino *inode) bool {
-	fh, ok, err := fs.lookupHandle(r, b.dir, b.name)
-	if err != nil || !ok || fh == ino.fh {
-		return false
+	lookup := func(dir *inode, name string) (fh nfs3.FH, ok bool, err error) {
+		var res nfs3.LookupResult
+		err = fs.client.Lookup(r, b.cred, dir.fh, name, &res)
+		if hasStatus(err, nfs3.ErrNoEnt) {
+			return fh, false, nil
+		}
+		return res.FH, err == nil, err
 	}
-	if b.fromDir == nil {
+	executed := b.target != (nfs3.FH{}) && b.target != ino.fh
+	switch fh, ok, err := lookup(b.dir, b.name); {
+	case err != nil || ok && fh == ino.fh:
+		return false
+	case !ok:
+		return executed
+	case b.fromDir == nil:
 		return true
 	}
-	_, ok, err = fs.lookupHandle(r, b.fromDir, b.fromName)
-	return err == nil && ok // the RENAME was not executed before the first LOOKUP
+	_, ok, err := lookup(b.fromDir, b.fromName)
+	return err == nil && (ok || executed) // ok: RENAME was not executed before the first LOOKUP
+}
+
+// newRemoval returns the removal of a name by r.
+func (fs *FS) newRemoval(r *request, dir *inode, name string) *unresolvedRemoval {
+	b := &unresolvedRemoval{cred: r.cred, dir: dir, name: name}
+	if e, ok := fs.lookups.get(nameKey{dir.id, name}); ok && e.node != 0 {
+		if ino := fs.inodes.get(e.node); ino != nil {
+			b.target = ino.fh
+		}
+	}
+	return b
 }
 
 // beginUnresolved begins a removal without a LOOKUP. beginUnresolved returns false and begins

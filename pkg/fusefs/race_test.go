@@ -34,31 +34,52 @@ func rememberReplies() answer {
 	}
 }
 
-// TestOpenDuringSlowRemove opens another file while the server takes long to remove one.
+// TestOpenDuringSlowRemove opens a file of another user while the server takes long to remove one,
+// or to rename a file over one, in a private directory.
 func TestOpenDuringSlowRemove(t *testing.T) {
-	m, s := startOwnExport(t).mountScripted(t, mountConfig{})
-	for _, file := range []string{"victim", "other"} {
-		must(t, os.WriteFile(m.path(file), nil, 0o644))
-	}
-	m.awaitClosed(t)
-	other := m.lookupFile(t, fuse.FUSE_ROOT_ID, "other")
-	slow, proceed := make(chan struct{}), make(chan struct{})
-	s.on(func(_ context.Context, _ *sunrpc.Message, pass func() error) error {
-		close(slow)
-		<-proceed
-		return pass()
-	}, nfs3.ProcRemove)
-	removed := make(chan fuse.Status, 1)
-	go func() { removed <- m.fs.Unlink(nil, &fuse.InHeader{NodeId: fuse.FUSE_ROOT_ID}, "victim") }()
-	<-slow
-	var out fuse.OpenOut
-	if st := m.fs.Open(nil, &fuse.OpenIn{InHeader: other}, &out); !st.Ok() { // hangs if it waits for the removal
-		t.Errorf("open of another file: got %v, want OK", st)
-	}
-	m.fs.Release(nil, &fuse.ReleaseIn{InHeader: other, Fh: out.Fh})
-	close(proceed)
-	if st := <-removed; !st.Ok() {
-		t.Errorf("unlink: got %v, want OK", st)
+	e := startOwnExport(t)
+	openExport(t, e)
+	putDir(t, filepath.Join(e.dir, "private"), bob, 0o700)
+	putFile(t, filepath.Join(e.dir, "other"), "", alice, 0o600)
+	for _, c := range []struct {
+		name     string
+		executed bool // the server has removed the name, and frees the file
+		remove   func(m *testMount) error
+	}{
+		{"REMOVE", false, func(m *testMount) error { return os.Remove(m.path("private/victim")) }},
+		{"executed REMOVE", true, func(m *testMount) error { return os.Remove(m.path("private/victim")) }},
+		{"RENAME", false, func(m *testMount) error {
+			return os.Rename(m.path("private/new"), m.path("private/victim"))
+		}},
+		{"executed RENAME", true, func(m *testMount) error {
+			return os.Rename(m.path("private/new"), m.path("private/victim"))
+		}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			m, s := e.mountScripted(t, mountConfig{})
+			m.severalUsers()
+			for _, file := range []string{"victim", "new"} {
+				putFile(t, filepath.Join(e.dir, "private", file), "", bob, 0o600)
+			}
+			slow, proceed := make(chan struct{}), make(chan struct{})
+			s.on(func(_ context.Context, _ *sunrpc.Message, pass func() error) error {
+				if c.executed {
+					must(t, pass())
+				}
+				close(slow)
+				<-proceed
+				if c.executed {
+					return nil
+				}
+				return pass()
+			}, nfs3.ProcRemove, nfs3.ProcRename)
+			removed := make(chan error, 1)
+			go func() { removed <- bob.do(t, func() error { return c.remove(m) }) }()
+			<-slow
+			must(t, alice.open(t, m.path("other"), os.O_RDONLY, 0)) // hangs if it waits for the removal
+			close(proceed)
+			must(t, <-removed)
+		})
 	}
 }
 
@@ -92,8 +113,12 @@ func TestOpenWaitsForExecutedRemoval(t *testing.T) {
 			<-executed
 			asked := make(chan struct{}, 4)
 			s.on(func(_ context.Context, _ *sunrpc.Message, pass func() error) error {
-				defer func() { asked <- struct{}{} }()
-				return pass()
+				err := pass()
+				select {
+				case asked <- struct{}{}:
+				default:
+				}
+				return err
 			}, nfs3.ProcLookup)
 			found := make(chan bool, 1)
 			go func() {
@@ -215,7 +240,7 @@ func TestStaleStatKeepsNoName(t *testing.T) {
 func openAfterRemoval(t *testing.T, fs *FS, file fuse.InHeader, out *fuse.OpenOut) fuse.Status {
 	t.Helper()
 	table := &fs.inodes
-	removal := &unresolvedRemoval{dir: table.get(fuse.FUSE_ROOT_ID), name: "file"}
+	removal := &unresolvedRemoval{cred: fs.creds.encode(0, 0, nil), dir: table.get(fuse.FUSE_ROOT_ID), name: "file"}
 	table.findOrBeginUnresolved(nfs3.FH{}, removal)
 	table.mu.Lock()
 	table.removalDone = nil // set again by an open that waits

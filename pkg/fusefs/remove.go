@@ -52,7 +52,7 @@ func (fs *FS) unlink(r *request, dir *inode, name string) error {
 // unlinkOnce removes or hides a name. unlinkOnce returns NFS3ERR_JUKEBOX to its caller, so that
 // opens need not wait during the delay before the retry.
 func (fs *FS) unlinkOnce(r *request, dir *inode, name string) error {
-	b := &unresolvedRemoval{dir: dir, name: name}
+	b := fs.newRemoval(r, dir, name)
 	defer fs.inodes.endUnresolved(b)
 	if fs.inodes.beginUnresolved(b) {
 		return fs.removeRPC(r, r.cred, dir, name)
@@ -260,7 +260,8 @@ func (fs *FS) rename(r *request, in *fuse.RenameIn, oldName, newName string) err
 // renameOnce renames a file. renameOnce hides the target if the target is open. renameOnce returns
 // NFS3ERR_JUKEBOX to its caller, as unlinkOnce does.
 func (fs *FS) renameOnce(r *request, from *inode, oldName string, to *inode, newName string) error {
-	b := &unresolvedRemoval{dir: to, name: newName, fromDir: from, fromName: oldName}
+	b := fs.newRemoval(r, to, newName)
+	b.fromDir, b.fromName = from, oldName
 	defer fs.inodes.endUnresolved(b)
 	if fs.inodes.beginUnresolved(b) {
 		return fs.renameRPC(r, from, oldName, to, newName)
