@@ -57,7 +57,8 @@ func TestKeepAliveDropsSilentServer(t *testing.T) {
 					s.LastError, s.Timeouts, s.Connects)
 			}
 			near(t, "time to the next connection", b.dials[1].at.Sub(began), 15*time.Second)
-			if !idle && (!p.done || p.err != nil || !slices.Equal(next, []uint32{0, 1})) {
+			// The keepalive call of the lost connection may also be repeated.
+			if !idle && (!p.done || p.err != nil || next[0] != 0 || !slices.Contains(next, 1)) {
 				t.Errorf("pending call: got done %v, %v, procedures %v on the next connection; want success after NULL",
 					p.done, p.err, next)
 			}
