@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -110,6 +111,40 @@ func TestStopReportsLostData(t *testing.T) {
 		fmt.Sprintf("end=%d", 1<<20+4), "bytes=100004", "dir=" + dir} {
 		if !strings.Contains(w.log.String(), want) {
 			t.Errorf("got log %s, want %q", w.log, want)
+		}
+	}
+}
+
+// TestForegroundMountReportsLostData ends foreground mounts while the server does not answer: one by
+// umount(8) --force, the other by SIGTERM too, so that it need not wait for its shutdown timeout.
+// Each process must fail, and say how much data it lost.
+func TestForegroundMountReportsLostData(t *testing.T) {
+	kit.NeedsFUSE(t)
+	w := &testEnv{dir: t.TempDir()}
+	server := serve(t, w.mkdir(t, "export"))
+	kit.Must(t, os.WriteFile(filepath.Join(w.dir, "export", "hello"), nil, 0o644)) // see startForeground
+	names := []string{"unmounted", "terminated"}
+	cmds, logs := make([]*exec.Cmd, len(names)), make([]bytes.Buffer, len(names))
+	for i, name := range names {
+		dir := w.mkdir(t, name)
+		cmds[i] = program(t, "nfsrdmad", "mount", "--foreground", "127.0.0.1:/", dir, "-o",
+			server.ports(t)+",dirty_expire=0")
+		cmds[i].Stderr = &logs[i]
+		startForeground(t, cmds[i], dir)
+	}
+	for _, name := range names {
+		writeDirty(t, filepath.Join(w.dir, name, name), make([]byte, 100_000))
+	}
+	server.pause(t)
+	_ = cmds[1].Process.Signal(syscall.SIGTERM)
+	for _, name := range names {
+		_ = syscall.Unmount(filepath.Join(w.dir, name), syscall.MNT_FORCE|syscall.MNT_DETACH)
+	}
+	for i, name := range names {
+		_ = cmds[i].Wait()
+		if code := cmds[i].ProcessState.ExitCode(); code != control.ExitMount ||
+			!strings.Contains(logs[i].String(), "100000 bytes of written data lost") {
+			t.Errorf("%s: got exit code %d, log %s; want %d, the lost bytes", name, code, &logs[i], control.ExitMount)
 		}
 	}
 }
