@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -18,6 +19,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
@@ -315,6 +318,36 @@ func TestCloseReportsLostData(t *testing.T) {
 	isError(t, tab.Close(t.Context()), control.CodeMount, "100 bytes")
 	if lost := tab.LostBytes(); lost.Unmount != 107 || lost.Rejected != 1000 {
 		t.Errorf("lost bytes: got %+v, want 107 at unmounts and 1000 rejected", lost)
+	}
+}
+
+// TestEndAwaitsConnects ends tables while this process connects to a server that does not answer. On
+// a clock that stands still while anything runs, the end must take as long as it may wait.
+func TestEndAwaitsConnects(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	kit.Must(t, err)
+	defer l.Close()
+	tr, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{ReplyTimeout: time.Hour}),
+		Addr: l.Addr().(*net.TCPAddr).AddrPort(), ConnectTimeout: time.Hour})
+	kit.Must(t, err)
+	defer tr.Close()
+	var connecting sync.WaitGroup
+	defer connecting.Wait()
+	connecting.Go(func() { _ = tr.Connect(context.Background()) })
+	conn, err := l.Accept()
+	kit.Must(t, err)
+	defer conn.Close()
+	for name, end := range map[string]func(*Table){
+		"Close": func(tab *Table) { _ = tab.Close(context.Background()) },
+		"Leave": func(tab *Table) { tab.Leave(context.Background()) },
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			begin := time.Now()
+			end(newTable(&shared{log: hclog.NewNullLogger()}, DefaultOptions(), time.Minute, nil))
+			if d := time.Since(begin); d < settleTimeout {
+				t.Errorf("%s returned after %v during a connect, want %v", name, d, settleTimeout)
+			}
+		})
 	}
 }
 
