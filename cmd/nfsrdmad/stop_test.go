@@ -115,9 +115,9 @@ func TestStopReportsLostData(t *testing.T) {
 	}
 }
 
-// TestForegroundMountReportsLostData ends foreground mounts while the server does not answer: one by
-// umount(8) --force, the other by SIGTERM too, so that it need not wait for its shutdown timeout.
-// Each process must fail, and say how much data it lost.
+// TestForegroundMountReportsLostData ends two foreground mounts while the server does not answer:
+// one by umount(8) --force, the other by SIGTERM. The second is then unmounted too, so that it need
+// not wait for its shutdown timeout. Each process must fail, and say how much data it lost.
 func TestForegroundMountReportsLostData(t *testing.T) {
 	kit.NeedsFUSE(t)
 	w := &testEnv{dir: t.TempDir()}

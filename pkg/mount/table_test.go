@@ -321,8 +321,8 @@ func TestCloseReportsLostData(t *testing.T) {
 	}
 }
 
-// TestEndAwaitsConnects ends tables while this process connects to a server that does not answer. On
-// a clock that stands still while anything runs, the end must take as long as it may wait.
+// TestEndAwaitsConnects ends tables while this process connects to a server that does not answer.
+// On a fake clock, which stands still while code runs, the end must take as long as it may wait.
 func TestEndAwaitsConnects(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	kit.Must(t, err)
