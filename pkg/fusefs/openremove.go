@@ -128,17 +128,17 @@ func (fs *FS) removesOther(r *request, b *unresolvedRemoval, ino *inode) bool {
 		}
 		return res.FH, err == nil, err
 	}
-	executed := b.target != (nfs3.FH{}) && b.target != ino.fh
+	another := b.target != (nfs3.FH{}) && b.target != ino.fh
 	switch fh, ok, err := lookup(b.dir, b.name); {
 	case err != nil || ok && fh == ino.fh:
 		return false
 	case !ok:
-		return executed
+		return another
 	case b.fromDir == nil:
 		return true
 	}
 	_, ok, err := lookup(b.fromDir, b.fromName)
-	return err == nil && (ok || executed) // ok: RENAME was not executed before the first LOOKUP
+	return err == nil && (ok || another) // ok: RENAME was not executed before the first LOOKUP
 }
 
 // newRemoval returns the removal of a name by r.
