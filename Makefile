@@ -35,7 +35,7 @@ BIN     ?= bin
 COMMIT_TIME = $(shell git log -1 --format=%ct)
 
 .PHONY: build check demo test test-chart test-programs lab test-lab test-lab-all test-lab-smoke bench bench-go scale panels soak fuzz mutants lint \
-        deps install release manual reference deb rpm image clean
+        deps debs modules install release manual reference deb rpm image clean
 
 build:
 	CGO_ENABLED=$(if $(RDMACORE),1,0) $(GO) build $(RDMACORE) -buildvcs=auto -trimpath -o $(BIN)/nfsrdmad ./cmd/nfsrdmad
@@ -50,7 +50,11 @@ demo: build
 
 test-programs: DEBS += $(PROGRAMS)
 
-deps: $(NFPM)
+# Packages, modules and tools at the same time: one waits for the network, another for a processor.
+deps:
+	@$(MAKE) --no-print-directory -j3 debs modules $(NFPM) DEBS="$(DEBS)"
+
+debs:
 	@missing=; for p in $(DEBS); do \
 	  dpkg-query -W -f '$${Status}' $$p 2>/dev/null | grep -q '^install ok installed' || missing="$$missing $$p"; \
 	done; \
@@ -58,17 +62,21 @@ deps: $(NFPM)
 	  apt-get update -qq && \
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; \
 	fi
+
+modules:
 	@$(GO) mod download # tests build the program, and test/isolate has no network
 	@for m in $(TEST_MODULES); do cd $(CURDIR)/$$m && $(GO) mod download || exit; done
 
 # Each package runs in namespaces of its own, so that packages can run at the same time, and no
 # process outlives its test. Those that take longest start first. The timeouts are for one package:
-# two to three times what the slowest one needs on an idle machine with two processors.
+# two to three times what the slowest one needs on an idle machine with two processors. A package
+# waits at times, so there is one more than processors. "make lint" runs vet.
 test: deps
-	NFSRDMAD_LAB=0 $(GO) test -race $$(test -e /usr/include/rdma/rdma_cma.h && echo -tags rdmacore) \
-	  -exec $(CURDIR)/test/isolate -timeout 20m ./test/integration ./pkg/fusefs ./cmd/nfsrdmad ./...
+	NFSRDMAD_LAB=0 $(GO) test -race -vet=off -p $$(($$(nproc) + 1)) \
+	  $$(test -e /usr/include/rdma/rdma_cma.h && echo -tags rdmacore) \
+	  -exec $(CURDIR)/test/isolate -timeout 20m ./test/integration ./pkg/fusefs ./test/packages ./cmd/nfsrdmad ./...
 	# The programs run in other processes, so the race detector would see the tests only.
-	for m in $(TEST_MODULES); do cd $(CURDIR)/$$m && NFSRDMAD_LAB=0 $(GO) test -exec $(CURDIR)/test/isolate \
+	for m in $(TEST_MODULES); do cd $(CURDIR)/$$m && NFSRDMAD_LAB=0 $(GO) test -vet=off -exec $(CURDIR)/test/isolate \
 	  -timeout 10m ./... || exit; done
 	# Not possible under the race detector.
 	out=$$(NFSRDMAD_LAB=0 $(GO) test -v -run 'DoNotAllocate$$|^TestFleet$$' -exec $(CURDIR)/test/isolate \
