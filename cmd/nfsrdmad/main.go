@@ -44,6 +44,7 @@ func terminationSignals() []os.Signal {
 func prepareService() {
 	signal.Ignore(syscall.SIGPIPE)
 	daemon.SetProcs()
+	go daemon.ReturnMemory()
 	_ = daemon.ForbidCoreDumps() // fails on no kernel
 }
 

@@ -2,15 +2,14 @@ package fusefs
 
 import (
 	"maps"
-	"runtime/debug"
-	"sync"
 	"time"
 )
 
 // The kernel can forget most of its nodes at once, when memory is short or when a program has ended
 // that used many files. The maps of Go keep the memory for the largest number of elements that they
 // had. When the inode table has become far emptier than it was, a goroutine copies the remaining
-// elements to smaller maps and returns the memory to the kernel. It also removes expired names.
+// elements to smaller maps. It also removes expired names. The daemon returns the memory to the kernel
+// when it is idle.
 const (
 	// minShrink is the number of nodes that a table must have had.
 	minShrink = 8 << 10
@@ -23,32 +22,6 @@ const (
 	shrinkPasses   = 5
 	shrinkInterval = 15 * time.Second
 )
-
-// freeInterval is the least time between two returns of memory to the kernel. A return costs a
-// garbage collection of the whole process, which runs beside the requests.
-const freeInterval = 10 * time.Second
-
-// A memoryReturn limits how often the process returns memory to the kernel.
-type memoryReturn struct {
-	mu   sync.Mutex
-	last time.Time
-}
-
-// freedMemory is for all mounts, which share the heap.
-var freedMemory memoryReturn
-
-// free returns unused memory of the heap to the kernel.
-func (m *memoryReturn) free(now time.Time) {
-	m.mu.Lock()
-	due := now.Sub(m.last) >= freeInterval
-	if due {
-		m.last = now
-	}
-	m.mu.Unlock()
-	if due {
-		debug.FreeOSMemory()
-	}
-}
 
 // shrinkIfEmpty starts shrink when the table has become far emptier. The caller holds mu.
 func (t *inodeTable) shrinkIfEmpty() {
@@ -84,7 +57,6 @@ func (fs *FS) shrinkTables() {
 		if !fs.copyTables(limit, time.Now()) {
 			return
 		}
-		freedMemory.free(time.Now())
 		wait = shrinkInterval
 	}
 }
