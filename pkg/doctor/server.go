@@ -63,7 +63,8 @@ func newServer(cfg *Config) *server {
 		sys.GIDs = append(sys.GIDs, uint32(g))
 	}
 	return &server{cfg: cfg, cred: sunrpc.AppendAuthSys(nil, &sys), mountArgs: mountd.Args{Export: cfg.Spec.Export,
-		Port: int(cfg.Options.MountPort), Timeout: cfg.Timeout, Cred: &sunrpc.AuthSys{Machine: machine}}}
+		Port: int(cfg.Options.MountPort), AnySourcePort: cfg.Options.NoResvPort, Timeout: cfg.Timeout,
+		Cred: &sunrpc.AuthSys{Machine: machine}}}
 }
 
 func (s *server) steps() []step {

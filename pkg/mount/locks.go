@@ -22,7 +22,8 @@ func (s *mountStack) newLocks(host string, mountPort int, log hclog.Logger) *nlm
 		return nil
 	}
 	c := nlm.Config{Host: s.mountArgs.Host, Caller: host, Port: int(s.opts.LockPort), MountPort: mountPort,
-		MountPortFirst: s.opts.MountPort != 0, Service: s.shared.locks, Logger: log.Named("locks").With("mount", s.dir),
+		MountPortFirst: s.opts.MountPort != 0, AnySourcePort: s.opts.NoResvPort, Service: s.shared.locks,
+		Logger: log.Named("locks").With("mount", s.dir),
 		Lost: func(fh nfs3.FH, _ nlm.Owner) {
 			if fs := s.lockedFS.Load(); fs != nil {
 				fs.LockLost(fh)
@@ -69,5 +70,5 @@ func CheckLocks(ctx context.Context, m *control.MountInfo) error {
 	// The daemon found MOUNT at this port if the port mapper of the server does not know it.
 	mountPort := cmp.Or(int(o.MountPort), mountd.MountPort)
 	return nlm.CheckServer(ctx, nlm.Config{Host: server.Addr().String(), Port: int(o.LockPort), MountPort: mountPort,
-		MountPortFirst: o.MountPort != 0})
+		MountPortFirst: o.MountPort != 0, AnySourcePort: o.NoResvPort})
 }

@@ -42,6 +42,8 @@ var optionHelp = []struct {
 		{"rsize=N, wsize=N", "maximum bytes of a READ or WRITE, {range} (the server's maximum)"},
 		{"port=N", "RDMA port of the server (20049)"},
 		{"mountport=N", "TCP port of the server's MOUNT service (ask the port mapper, then try 20048)"},
+		{"resvport | noresvport", "connect from a source port below 1024 if one is free and permitted, or from any; " +
+			"rdma-core connections always use any (resvport)"},
 		{"nconnect=N", "number of connections, {range} (1); the first one carries no READ or WRITE of 64 KiB or more"},
 		{"acregmin=, acregmax=, acdirmin=, acdirmax=SECONDS",
 			"minimum and maximum time to cache attributes of files and directories (3, 60, 30, 60)"},

@@ -56,6 +56,7 @@ type Options struct {
 	Slots            int // calls in flight on one connection
 	InlineBytes      int // inline threshold in bytes
 	MPACRC           bool
+	NoResvPort       bool // connect from any source port
 	WritePad         bool
 	TraceEvents      int // events kept per connection; 0 for none
 	// KeepAlive is the idle time before a keepalive NULL call; 0 for never.
@@ -317,6 +318,8 @@ var optionTable = slices.Concat([]option{
 			o.InlineBytes = n
 			return err == nil && n >= xprt.MinInlineBytes && n <= xprt.MaxInlineBytes && n%inlineUnit == 0
 		}},
+	wordSets("resvport", "resvport", func(o *Options) { o.NoResvPort = false }),
+	wordSets("resvport", "noresvport", func(o *Options) { o.NoResvPort = true }),
 	oneOf("mpacrc", []string{"off", "on"}, "", func(o *Options, v string) { o.MPACRC = v == "on" }, "mpacrc"),
 	wordSets("writepad", "writepad", func(o *Options) { o.WritePad = true }),
 	number("trace", 0, maxTraceEvents, " (events; 0 turns it off)", func(o *Options, n int) { o.TraceEvents = n },
@@ -562,6 +565,9 @@ func (o Options) String() string {
 	add("local_lock", o.LocalLock)
 	if o.LockPort != 0 {
 		add("nlmport", o.LockPort)
+	}
+	if o.NoResvPort {
+		l = append(l, "noresvport")
 	}
 	add("provider", o.Provider)
 	if o.Device != "" {

@@ -49,6 +49,7 @@ func TestParseOptions(t *testing.T) {
 		{"provider=rdmacore,device=rxe0,slots=4,inline=1024,mpacrc=on,writepad", func(o *Options) {
 			o.Provider, o.Device, o.Slots, o.InlineBytes, o.MPACRC, o.WritePad = "rdmacore", "rxe0", 4, 1024, true, true
 		}},
+		{"noresvport", func(o *Options) { o.NoResvPort = true }},
 		{"trace=65536,keepalive=3,idle=60", func(o *Options) {
 			o.TraceEvents, o.KeepAlive, o.Idle = 65536,
 				3*time.Second, time.Minute

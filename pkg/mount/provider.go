@@ -37,7 +37,9 @@ func ChooseProvider(ctx context.Context, o *Options, server netip.AddrPort,
 func chooseProvider(ctx context.Context, o *Options, server netip.AddrPort, log hclog.Logger,
 	newCard func(rdmacore.Config) (verbs.Provider, error)) (p verbs.Provider, reason string, err error) {
 	const selected = "selected by option"
-	soft := func() verbs.Provider { return softiwarp.New(softiwarp.Config{CRC: o.MPACRC}) }
+	soft := func() verbs.Provider {
+		return softiwarp.New(softiwarp.Config{CRC: o.MPACRC, AnySourcePort: o.NoResvPort})
+	}
 	if o.Provider == providerSoftiwarp {
 		return soft(), selected, nil
 	}

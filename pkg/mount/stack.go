@@ -125,7 +125,7 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 	}
 	machine, _ := os.Hostname() // AUTH_SYS allows an empty machine name
 	s.mountArgs = mountd.Args{Host: addr.String(), Export: s.spec.Export, Port: int(s.opts.MountPort),
-		Timeout: remaining(prepare), Cred: &sunrpc.AuthSys{Machine: machine}}
+		AnySourcePort: s.opts.NoResvPort, Timeout: remaining(prepare), Cred: &sunrpc.AuthSys{Machine: machine}}
 	root, err := s.exportRoot(prepare)
 	if err != nil {
 		return err

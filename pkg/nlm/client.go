@@ -44,6 +44,9 @@ type Config struct {
 	// mapper.
 	MountPort      int
 	MountPortFirst bool
+	// AnySourcePort connects from a port that the kernel chooses. By default the client uses a
+	// reserved port if it may bind one: Linux servers require it unless the export is insecure.
+	AnySourcePort bool
 	// GiveUp, if not 0, bounds the wait of a soft mount for replies. A request then returns
 	// GiveUpErr. It does not bound the wait for a lock.
 	GiveUp    time.Duration

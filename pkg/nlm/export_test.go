@@ -18,7 +18,7 @@ const (
 
 // Quick makes a client that New returns poll and retry within milliseconds, also while it restores
 // locks. The client connects with dial, if that is not nil.
-func (c *Config) Quick(dial func(ctx context.Context, host string, port int) (net.Conn, error)) {
+func (c *Config) Quick(dial func(ctx context.Context, addr string) (net.Conn, error)) {
 	c.times = func(c *Client) {
 		c.times.silent = pollTimes{time.Millisecond, time.Millisecond}
 		c.times.grace, c.times.settle = time.Millisecond, time.Millisecond

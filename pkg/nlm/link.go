@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/backoff"
+	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
@@ -61,13 +62,16 @@ type link struct {
 	watchers sync.WaitGroup // one goroutine for each connection and each call
 
 	lost func(error) // called after each lost connection
-	// dial is mountd.DialReserved. Tests change it.
-	dial func(ctx context.Context, host string, port int) (net.Conn, error)
+	// dial is resvport.Dial, or DialAny with AnySourcePort. Tests change it.
+	dial func(ctx context.Context, addr string) (net.Conn, error)
 }
 
 func newLink(cfg *Config, lost func(error)) *link {
 	l := &link{cfg: cfg, times: defaultLinkTimes, dialing: make(chan struct{}, 1), lost: lost,
-		dial: mountd.DialReserved}
+		dial: resvport.Dial}
+	if cfg.AnySourcePort {
+		l.dial = resvport.DialAny
+	}
 	l.dialing <- struct{}{}
 	return l
 }
@@ -321,8 +325,7 @@ func (l *link) openMapped(ctx context.Context) (*rpctcp.Client, error) {
 // open connects to a port and makes a NULL call.
 func (l *link) open(ctx context.Context, port int) (*rpctcp.Client, error) {
 	at := net.JoinHostPort(l.cfg.Host, strconv.Itoa(port))
-	// Linux servers require a reserved source port unless the export is insecure.
-	tcp, err := l.dial(ctx, l.cfg.Host, port)
+	tcp, err := l.dial(ctx, at)
 	if err != nil {
 		err = fmt.Errorf("connect %s: %w", at, err)
 		if errors.Is(err, syscall.ECONNREFUSED) && !l.wasConnected() {

@@ -3,10 +3,12 @@ package nlm
 import (
 	"context"
 	"fmt"
+	"net"
+	"strconv"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -30,7 +32,7 @@ const (
 func localCall(ctx context.Context, port int, prog, vers, proc uint32, args []byte) ([]byte, error) {
 	ctx, cancel := context.WithTimeout(ctx, localTimeout)
 	defer cancel()
-	tcp, err := mountd.DialReserved(ctx, loopback, port)
+	tcp, err := resvport.Dial(ctx, net.JoinHostPort(loopback, strconv.Itoa(port)))
 	if err != nil {
 		return nil, err
 	}

@@ -103,7 +103,7 @@ func (s *lockServer) accept() {
 	}
 }
 
-func (s *lockServer) dial(context.Context, string, int) (net.Conn, error) {
+func (s *lockServer) dial(context.Context, string) (net.Conn, error) {
 	s.mu.Lock()
 	refuse := s.refuse > 0
 	if refuse {

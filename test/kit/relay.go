@@ -1,10 +1,13 @@
 package kit
 
 import (
+	"context"
 	"net"
 	"net/netip"
 	"sync"
 	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
 )
 
 // RelayOptions configures a Relay. The zero value forwards everything at once.
@@ -98,7 +101,7 @@ func (r *Relay) accept(ln net.Listener) {
 				r.t.Errorf("set the receive buffer of the relay: %v", err)
 			}
 		}
-		server, err := net.Dial("tcp", r.to)
+		server, err := resvport.Dial(context.Background(), r.to) // as the clients
 		if err != nil {
 			client.Close()
 			continue

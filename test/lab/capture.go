@@ -154,14 +154,14 @@ func (d *dumpcap) stop() error {
 }
 
 // Tshark runs tshark on the capture and returns its output. tshark decodes MPA, DDP, RDMAP, RoCE,
-// RPC-over-RDMA and NFS without options.
+// RPC-over-RDMA and NFS by their contents. A reserved source port may be that of another protocol.
 func (c *Capture) Tshark(args ...string) (string, error) {
 	if c.remote != nil {
 		a := c.remote.ask(remoteRequest{Op: opReadCapture, Args: args})
 		return a.Text, a.Err.unpack()
 	}
-	cmd := exec.Command("tshark", append([]string{"-n", "-r", c.File, "-o", "tcp.desegment_tcp_streams:TRUE"},
-		args...)...)
+	cmd := exec.Command("tshark", append([]string{"-n", "-r", c.File, "-o", "tcp.desegment_tcp_streams:TRUE",
+		"-o", "tcp.try_heuristic_first:TRUE"}, args...)...)
 	var stderr strings.Builder
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()

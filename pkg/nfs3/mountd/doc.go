@@ -7,7 +7,6 @@
 //	mount.go   Mount, Unmount, Null, Exports, FindPort, GetPort
 //	decode.go  the results of MOUNT and of the port mapper
 //	errors.go  Error and its kinds, Stat (mountstat3)
-//	dial.go    connections from reserved source ports
 //
 // # Use of go-nfs-client
 //

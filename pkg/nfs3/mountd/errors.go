@@ -123,7 +123,7 @@ func (e *Error) advice() string {
 		return "check the path against the list of exports on the server"
 	case Refused:
 		return "check the path, and that the server exports it to this client; " +
-			"run as root if the export requires a reserved source port"
+			"mount as root without noresvport if the export requires a source port below 1024"
 	case Protocol:
 		return "check that host and port belong to an NFS version 3 server"
 	}

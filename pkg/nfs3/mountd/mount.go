@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -15,6 +16,7 @@ import (
 	"github.com/vmware/go-nfs-client/nfs/rpc"
 	"github.com/vmware/go-nfs-client/nfs/xdr"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -42,6 +44,10 @@ type Args struct {
 	Port int
 	// PortmapPort is the port of the port mapper; 0 means 111.
 	PortmapPort int
+
+	// AnySourcePort makes Mount and Unmount connect from a port that the kernel chooses. By default
+	// they use a reserved port if the process may bind one, because many servers require it.
+	AnySourcePort bool
 
 	// Cred is the AUTH_SYS credential. nil means AUTH_NONE, which does not suffice for MNT and
 	// UMNT.
@@ -203,12 +209,19 @@ func (a *Args) call(ctx context.Context, op string, proc uint32, decode func(por
 // roundTrip connects to the port, makes one call and returns its results. It connects from a
 // reserved source port when reserved is set.
 func (a *Args) roundTrip(ctx context.Context, port int, reserved bool, m sunrpc.Message) ([]byte, error) {
-	conn, err := dial(ctx, a.Host, port, reserved)
+	dial := resvport.DialAny
+	if reserved && !a.AnySourcePort {
+		dial = resvport.Dial
+	}
+	conn, err := dial(ctx, a.addr(port))
 	if err != nil {
 		return nil, err
 	}
 	return exchange(ctx, conn, m)
 }
+
+// addr is the address of a port of the server.
+func (a *Args) addr(port int) string { return net.JoinHostPort(a.Host, strconv.Itoa(port)) }
 
 // exchange makes one call on conn, closes conn and returns the results.
 func exchange(ctx context.Context, conn net.Conn, m sunrpc.Message) ([]byte, error) {
@@ -263,7 +276,7 @@ func (a *Args) mountPort(ctx context.Context, e *Error) (int, error) {
 
 // listens reports whether the server accepts a connection on the port.
 func (a *Args) listens(ctx context.Context, port int) bool {
-	conn, err := dial(ctx, a.Host, port, false)
+	conn, err := resvport.DialAny(ctx, a.addr(port))
 	if err != nil {
 		return false
 	}

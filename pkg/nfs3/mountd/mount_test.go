@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -116,8 +117,8 @@ func TestMountWireFormat(t *testing.T) {
 	if got := <-calls; !bytes.Equal(got, kit.Unhex(call)) {
 		t.Errorf("got call\n     %x\nwant %x", got, kit.Unhex(call))
 	}
-	if source := <-sources; os.Geteuid() == 0 && (source < minReserved || source > maxReserved) {
-		t.Errorf("got source port %d, want %d to %d", source, minReserved, maxReserved)
+	if source := <-sources; os.Geteuid() == 0 && (source < resvport.Min || source > resvport.Max) {
+		t.Errorf("got source port %d, want %d to %d", source, resvport.Min, resvport.Max)
 	}
 }
 

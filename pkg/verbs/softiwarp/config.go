@@ -21,6 +21,11 @@ type Config struct {
 	// process may force that size, and otherwise leaves the sizes to the kernel's auto-tuning.
 	SocketBuffer int
 
+	// AnySourcePort lets the kernel choose the source port of an active connection. By default a
+	// connection has a reserved source port if the process may bind one and one is free, because
+	// servers that trust AUTH_SYS may require one.
+	AnySourcePort bool
+
 	// ConnectTimeout bounds the TCP handshake of an active connection. 0 means 10 s.
 	ConnectTimeout time.Duration
 	// ReplyTimeout bounds the wait for the MPA Reply, and on the passive side the sending of it. 0

@@ -64,11 +64,12 @@ func capture(t *testing.T, addr netip.AddrPort, f func()) string {
 	return file
 }
 
-// tshark returns what tshark prints about a capture.
+// tshark returns what tshark prints about a capture. It recognizes MPA by its contents first: a
+// reserved source port may be that of another protocol.
 func tshark(t *testing.T, file string, args ...string) string {
 	t.Helper()
-	cmd := exec.Command("tshark", append([]string{"-n", "-r", file, "-o", "tcp.desegment_tcp_streams:TRUE"},
-		args...)...)
+	cmd := exec.Command("tshark", append([]string{"-n", "-r", file, "-o", "tcp.desegment_tcp_streams:TRUE",
+		"-o", "tcp.try_heuristic_first:TRUE"}, args...)...)
 	var errs bytes.Buffer
 	cmd.Stderr = &errs
 	out, err := cmd.Output()

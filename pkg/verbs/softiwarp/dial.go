@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
 )
 
 // A stock siw listener fails permanently when a connection ends before siw has accepted it. This
@@ -73,11 +75,28 @@ func (t *attempt) dial() (*net.TCPConn, error) {
 	return conn, nil
 }
 
-func (t *attempt) dialFile() (f *os.File, err error) {
+// dialFile connects from a reserved source port if it can.
+func (t *attempt) dialFile() (*os.File, error) {
 	to, family, err := sockaddr(t.id.RemoteAddr())
 	if err != nil {
 		return nil, err
 	}
+	if !t.id.dev.cfg.AnySourcePort {
+		for from := range resvport.Candidates() {
+			f, err := t.dialFrom(from, to, family)
+			if errors.Is(err, unix.EACCES) {
+				break // no privilege for any reserved port
+			}
+			if err == nil || !resvport.InUse(err) {
+				return f, err
+			}
+		}
+	}
+	return t.dialFrom(0, to, family)
+}
+
+// dialFrom connects from a source port of the same address family, or from any if from is 0.
+func (t *attempt) dialFrom(from int, to unix.Sockaddr, family int) (f *os.File, err error) {
 	fd, err := unix.Socket(family, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, unix.IPPROTO_TCP)
 	if err != nil {
 		return nil, os.NewSyscallError("socket", err)
@@ -89,6 +108,11 @@ func (t *attempt) dialFile() (f *os.File, err error) {
 		}
 	}()
 	t.id.dev.tuneSocket(fd)
+	if from != 0 {
+		if err := bindSource(fd, from, family); err != nil {
+			return nil, err
+		}
+	}
 	connectErr := unix.Connect(fd, to)
 	setTCPRepair(fd, true)
 	if connectErr != nil && connectErr != unix.EINPROGRESS {
@@ -125,6 +149,18 @@ func (t *attempt) dialFile() (f *os.File, err error) {
 		err = context.Canceled
 	}
 	return f, err
+}
+
+// bindSource binds a socket to a source port of any address.
+func bindSource(fd, port, family int) error {
+	if err := resvport.Share(fd); err != nil {
+		return err
+	}
+	var from unix.Sockaddr = &unix.SockaddrInet4{Port: port}
+	if family == unix.AF_INET6 {
+		from = &unix.SockaddrInet6{Port: port}
+	}
+	return os.NewSyscallError("bind", unix.Bind(fd, from))
 }
 
 // connectResult reports whether a non-blocking connect has succeeded or failed.

@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
@@ -269,6 +270,26 @@ func unresponsivePort(t *testing.T) netip.AddrPort {
 		return info.Unacked > info.Sacked
 	})
 	return addr
+}
+
+// TestSourcePort checks that connections of root have reserved source ports, unless the
+// configuration does not ask for one.
+func TestSourcePort(t *testing.T) {
+	kit.NeedsRoot(t)
+	for _, any := range []bool{false, true} {
+		ports := make(chan int, 1)
+		addr := serveOnce(t, func(c *net.TCPConn) {
+			ports <- c.RemoteAddr().(*net.TCPAddr).Port
+			replyWith(func(*mpaFrame) {})(c)
+		})
+		cfg := defaultConfig
+		cfg.AnySourcePort = any
+		_, err := connectEndpoint(t, testContext(t), cfg, addr, endpointParam)
+		kit.Must(t, err)
+		if port := <-ports; (port >= resvport.Limit) != any {
+			t.Errorf("any source port %v: got port %d", any, port)
+		}
+	}
 }
 
 func TestConnectTimesOut(t *testing.T) {
