@@ -77,11 +77,15 @@ func serveCommand() *cobra.Command {
 	cmd.Flags().BoolVar(&cfg.ReadOnly, "read-only", false, "refuse every change of the directory")
 	cmd.Flags().BoolVar(&cfg.NoRootSquash, "no-root-squash", false,
 		"run calls of uid 0 as root; by default uid 0 and gid 0 become 65534")
+	cmd.Flags().BoolVar(&cfg.AllowSUID, "allow-suid", false,
+		"let clients set the set-user-ID and set-group-ID bits of files")
+	cmd.Flags().BoolVar(&cfg.Insecure, "insecure", false,
+		"serve clients whose source port is 1024 or higher, such as those of unprivileged users and of rdma-core")
 	cmd.Flags().IntVar(&limits.connections, "max-connections", limits.connections,
 		"maximum number of RDMA connections; one client address gets at most half of them")
 	cmd.Flags().IntVar(&limits.memory, "message-memory", limits.memory,
 		"memory in `MiB` for the calls and replies of all RDMA connections; further calls wait")
-	for _, name := range []string{"tcp-listen", "read-only", "no-root-squash"} {
+	for _, name := range []string{"tcp-listen", "read-only", "no-root-squash", "allow-suid"} {
 		cmd.MarkFlagsMutuallyExclusive("backend", name)
 	}
 	cmd.Flags().StringVar(&inject, "inject", "",
@@ -92,17 +96,18 @@ func serveCommand() *cobra.Command {
 
 const serveHelp = `Serve a directory, or an NFSv3 server on TCP, over RDMA.
 
-By default only clients on this host can connect, and root is squashed. Run the
-server as root to act for different users; otherwise every client acts as the
-user who runs it. File systems that are mounted below DIR are not served. File
-handles stay valid when the server restarts: their key is kept in
+By default only clients on this host can connect, root is squashed, and calls
+need a source port below 1024, so that a local user cannot act as another one.
+Run the server as root to act for different users; otherwise every client acts
+as the user who runs it. File systems that are mounted below DIR are not served.
+File handles stay valid when the server restarts: their key is kept in
 $STATE_DIRECTORY, else in /var/lib/nfsrdmad or the user's state directory.
 
-With --backend, the NFS server behind the relay sees every call from this host
-and from an unprivileged port. It applies the rules of its export to this host,
-so every client gets the access that this host has. An export that requires
-privileged ports refuses the relay. Only --allow, the listen address and a
-firewall decide which clients can connect.`
+With --backend, the NFS server behind the relay sees every call from this host.
+It applies the rules of its export to this host, so every client gets the access
+that this host has. The relay uses a source port below 1024 for clients that do.
+Only --allow, the listen address and a firewall decide which clients can
+connect.`
 
 // parseAllow reads the addresses and networks of --allow.
 func parseAllow(list []string) (nets []netip.Prefix, err error) {

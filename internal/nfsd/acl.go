@@ -24,7 +24,7 @@ func (s *Server) nfsACL(ctx context.Context, peer netip.AddrPort, h *sunrpc.Call
 		return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.Success), nil
 	case h.Proc > nfsacl.ProcSetACL:
 		return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.ProcUnavail), nil
-	case !s.Allows(peer.Addr()):
+	case !s.allows(peer):
 		return sunrpc.AppendDeniedReply(reply, h.XID, sunrpc.AuthTooWeak), nil
 	}
 	var a nfsacl.Args

@@ -174,7 +174,7 @@ func (c *call) applySet(o *object, set *nfs3.SetAttr) error {
 			}
 		}
 		if set.HasMode && o.kind != unix.S_IFLNK { // the mode of a link has no meaning
-			if err := chmod(o.path, set.Mode); err != nil {
+			if err := chmod(o.path, c.modeFor(o.kind, set.Mode)); err != nil {
 				return err
 			}
 		}
@@ -187,6 +187,16 @@ func (c *call) applySet(o *object, set *nfs3.SetAttr) error {
 		}
 		return utimes(o.path, timespec(set.AtimeHow, set.Atime), timespec(mtimeHow, set.Mtime))
 	})
+}
+
+// modeFor returns the mode that the caller may give an object of a type (S_IFMT): that of a file
+// has no set-id bits, unless the server allows them. A caller could else run a program as any user
+// that AUTH_SYS lets it claim to be.
+func (c *call) modeFor(kind, mode uint32) uint32 {
+	if !c.cfg.AllowSUID && kind != unix.S_IFDIR {
+		mode &^= unix.S_ISUID | unix.S_ISGID
+	}
+	return mode
 }
 
 // truncate sets the size of a regular file.

@@ -76,7 +76,7 @@ func (s *Server) serve(ctx context.Context, peer netip.AddrPort, msg, reply []by
 		if nowait && h.Proc == mountMnt {
 			return nil, errNotNow
 		}
-		return s.mount(&h, args, reply, s.Allows(peer.Addr())), nil
+		return s.mount(peer, &h, args, reply), nil
 	case nfsacl.Program:
 		if nowait {
 			return nil, errNotNow
@@ -95,7 +95,7 @@ func (s *Server) serve(ctx context.Context, peer netip.AddrPort, msg, reply []by
 		return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.ProcUnavail), nil
 	case nfs3.Proc(h.Proc) == nfs3.ProcNull:
 		return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.Success), nil
-	case !s.Allows(peer.Addr()):
+	case !s.allows(peer):
 		return sunrpc.AppendDeniedReply(reply, h.XID, sunrpc.AuthTooWeak), nil
 	case nowait && !quick[h.Proc] && !(s.inMemory && quickInMemory[h.Proc]):
 		return nil, errNotNow

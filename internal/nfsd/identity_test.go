@@ -121,9 +121,32 @@ func TestExecutableIsReadable(t *testing.T) {
 	c.Want(c.Write(c.Ctx, user, fh, 0, []byte("x"), nfs3.Unstable, new(nfs3.WriteResult)), unix.EACCES)
 }
 
+// Clients can set the set-id bits of files only if the server allows it. The set-group-ID bit of a
+// directory gives no rights.
+func TestSetIDBits(t *testing.T) {
+	for _, allow := range []bool{false, true} {
+		c := start(t, func(cfg *Config) { cfg.AllowSUID = allow })
+		set := nfs3.SetAttr{HasMode: true, Mode: 0o6755}
+		c.MustCreate(user, c.Root, "CREATE", 0o6755)
+		c.OK(c.Mknod(c.Ctx, user, c.Root, "MKNOD", nfs3.NF3FIFO, &set, nfs3.Device{}, new(nfs3.CreateResult)))
+		file := c.MustCreate(user, c.Root, "SETATTR", 0o644)
+		c.OK(c.SetAttr(c.Ctx, user, file, &set, nil, new(nfs3.WccData)))
+		dir := c.mkdir(user, c.Root, "directory", 0o755)
+		c.OK(c.SetAttr(c.Ctx, user, dir, &set, nil, new(nfs3.WccData)))
+		for name, want := range map[string]uint32{"CREATE": 0o755, "MKNOD": 0o755, "SETATTR": 0o755, "directory": 0o6755} {
+			if allow {
+				want = 0o6755
+			}
+			if got := c.stat(name).Mode & nfs3.ModeMask; got != want {
+				t.Errorf("%s, allowed %v: got mode %o, want %o", name, allow, got, want)
+			}
+		}
+	}
+}
+
 // WRITE and SETATTR of the size run as the caller, so that the kernel clears set-id bits.
 func TestWriteClearsSetID(t *testing.T) {
-	c := start(t, nil)
+	c := start(t, func(cfg *Config) { cfg.AllowSUID = true })
 	size := nfs3.SetAttr{HasSize: true, Size: 1}
 	write := func(fh nfs3.FH) error {
 		return c.Write(c.Ctx, user, fh, 0, []byte("x"), nfs3.Unstable, new(nfs3.WriteResult))

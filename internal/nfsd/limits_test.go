@@ -60,15 +60,17 @@ func TestReadOnlyExport(t *testing.T) {
 	}
 }
 
-// Clients outside the allow list can neither mount nor use a handle.
+// Clients outside the allow list, and those with an unprivileged source port, can neither mount nor
+// use a handle.
 func TestAllow(t *testing.T) {
 	c := start(t, func(cfg *Config) {
 		cfg.Allow = []netip.Prefix{netip.MustParsePrefix("192.0.2.0/25"), netip.MustParsePrefix("fe80::/64")}
 	})
 	fh := c.MustCreate(root, c.Root, "f", 0o666)
-	for addr, want := range map[string]bool{"192.0.2.1": true, "192.0.2.128": false, "::ffff:192.0.2.2": true,
-		"127.0.0.1": false, "fe80::1%eth0": true, "2001:db8::1": false} {
-		from := netip.AddrPortFrom(netip.MustParseAddr(addr), 700)
+	for addr, want := range map[string]bool{"192.0.2.1:700": true, "192.0.2.128:700": false,
+		"[::ffff:192.0.2.2]:700": true, "127.0.0.1:700": false, "[fe80::1%eth0]:700": true, "[2001:db8::1]:700": false,
+		"192.0.2.1:1023": true, "192.0.2.1:1024": false} {
+		from := netip.MustParseAddrPort(addr)
 		msg := sunrpc.AppendCall(nil, 1, progMount, versMount, mountMnt, root)
 		reply, err := c.s.ServeRPC(c.Ctx, from, sunrpc.AppendString(msg, "/"), nil)
 		c.OK(err)

@@ -16,7 +16,7 @@ import (
 // lockCall executes a call of NLM or NSM.
 func (s *Server) lockCall(ctx context.Context, peer netip.AddrPort, h *sunrpc.CallHeader, args, reply []byte,
 	nowait bool) ([]byte, error) {
-	if h.Proc != 0 && !s.Allows(peer.Addr()) {
+	if h.Proc != 0 && !s.allows(peer) {
 		return sunrpc.AppendDeniedReply(reply, h.XID, sunrpc.AuthTooWeak), nil
 	}
 	if nowait && h.Proc != 0 {

@@ -172,7 +172,7 @@ var errVanished = errors.New("file removed during CREATE")
 const createTries = 16
 
 func (c *call) createName(name string, set nfs3.SetAttr) error {
-	mode := modeOf(&set, defaultMode)
+	mode := c.modeFor(unix.S_IFREG, modeOf(&set, defaultMode))
 	if c.args.Create == nfs3.Exclusive {
 		mode = 0
 	}
@@ -461,7 +461,7 @@ func (c *call) mknod() error {
 		return statusError(nfs3.ErrBadType)
 	}
 	set := c.args.Set
-	set.Mode = modeOf(&set, defaultMode)
+	set.Mode = c.modeFor(typ, modeOf(&set, defaultMode))
 	dev := int(unix.Mkdev(c.args.Dev.Major, c.args.Dev.Minor))
 	return c.make(set, typ, set.Mode, func(name string) error {
 		return unix.Mknodat(c.obj.path, name, typ|set.Mode, dev)

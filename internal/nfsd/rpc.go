@@ -1,6 +1,7 @@
 package nfsd
 
 import (
+	"net/netip"
 	"os"
 	"path"
 	"path/filepath"
@@ -39,7 +40,7 @@ const (
 )
 
 // mount answers MOUNT version 3.
-func (s *Server) mount(h *sunrpc.CallHeader, args, reply []byte, allowed bool) []byte {
+func (s *Server) mount(peer netip.AddrPort, h *sunrpc.CallHeader, args, reply []byte) []byte {
 	if h.Vers != versMount {
 		return sunrpc.AppendProgMismatchReply(reply, h.XID, versMount, versMount)
 	}
@@ -55,7 +56,7 @@ func (s *Server) mount(h *sunrpc.CallHeader, args, reply []byte, allowed bool) [
 			return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.GarbageArgs)
 		case h.Proc == mountUmnt: // no list of mounts is kept
 			return success()
-		case !allowed:
+		case !s.allows(peer):
 			return sunrpc.AppendUint32(success(), uint32(nfs3.ErrAcces))
 		}
 		fh, err := s.mountPoint(string(name))

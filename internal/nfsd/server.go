@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -19,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nlmd"
+	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
@@ -40,8 +42,15 @@ type Config struct {
 	ReadOnly bool
 	// NoRootSquash runs calls of uid 0 as root. By default uid 0 and gid 0 become 65534.
 	NoRootSquash bool
+	// AllowSUID lets clients set the set-user-ID and set-group-ID bits of files. By default CREATE,
+	// MKNOD and SETATTR drop them.
+	AllowSUID bool
 	// Allow lists the client addresses that are served; empty means all.
 	Allow []netip.Prefix
+	// Insecure serves clients with any source port. By default it must be below 1024: only a
+	// privileged process can bind such a port, and nothing else proves the user IDs of AUTH_SYS
+	// (exports(5), option secure).
+	Insecure bool
 	// Port is the TCP port in the replies of the port mapper.
 	Port uint16
 	// StateDir keeps the key of the file handles. If it cannot be used, handles become stale when
@@ -83,6 +92,7 @@ type Server struct {
 	paths    *pathTable // nil where the kernel opens files by handle
 	objects  *objects
 	locks    *nlmd.Server
+	ports    *resvport.Rule
 	verifier atomic.Uint64
 	slow     chan struct{}
 	calls    sync.Pool // of *call
@@ -103,6 +113,7 @@ func New(cfg Config) (*Server, error) {
 	if s.cfg.fsync == nil {
 		s.cfg.fsync = unix.Fsync
 	}
+	s.ports = resvport.NewRule(cfg.Insecure, s.log)
 	s.calls.New = func() any { return new(call) }
 	s.verifier.Store(rand.Uint64())
 	err := s.open()
@@ -240,18 +251,11 @@ func (s *Server) sweep(ctx context.Context) {
 // SetPort sets the TCP port in the replies of the port mapper. It must precede the first call.
 func (s *Server) SetPort(port uint16) { s.cfg.Port = port }
 
-// Allows reports whether a client address is served.
-func (s *Server) Allows(a netip.Addr) bool {
-	if len(s.cfg.Allow) == 0 {
-		return true
-	}
-	a = a.Unmap().WithZone("")
-	for _, p := range s.cfg.Allow {
-		if p.Contains(a) {
-			return true
-		}
-	}
-	return false
+// allows reports whether a client is served.
+func (s *Server) allows(peer netip.AddrPort) bool {
+	a := peer.Addr().Unmap().WithZone("")
+	known := len(s.cfg.Allow) == 0 || slices.ContainsFunc(s.cfg.Allow, func(p netip.Prefix) bool { return p.Contains(a) })
+	return known && s.ports.Permits(peer)
 }
 
 // objectLimit is how many objects may be in the table: each has up to three descriptors.

@@ -25,7 +25,7 @@ func start(t testing.TB, change func(*Config)) (*Server, string) {
 	dir := t.TempDir()
 	kit.Must(t, os.Chmod(dir, 0o777))
 	cfg := Config{Dir: dir, RDMAListen: "127.0.0.1:0", TCPListen: "127.0.0.1:0", NoRootSquash: true,
-		StateDir: t.TempDir(), Provider: softiwarp.New(softiwarp.Config{})}
+		Insecure: true, StateDir: t.TempDir(), Provider: softiwarp.New(softiwarp.Config{})}
 	if change != nil {
 		change(&cfg)
 	}
@@ -168,11 +168,11 @@ func TestAttributes(t *testing.T) {
 	set := func(a nfs3.SetAttr) { t.Helper(); c.OK(c.SetAttr(c.Ctx, c.Cred, fh, &a, nil, &wcc)) }
 	set(nfs3.SetAttr{HasSize: true, Size: 1234})
 	set(nfs3.SetAttr{HasUID: true, UID: 1000, HasGID: true, GID: 1001})
-	set(nfs3.SetAttr{HasMode: true, Mode: 0o6751})
+	set(nfs3.SetAttr{HasMode: true, Mode: 0o1751})
 	set(nfs3.SetAttr{MtimeHow: nfs3.SetToClientTime, Mtime: nfs3.Time3{Sec: 1e9, Nsec: 5}})
 	var a nfs3.Attr
 	c.OK(c.GetAttr(c.Ctx, c.Cred, fh, &a))
-	if a.Size != 1234 || a.UID != 1000 || a.GID != 1001 || a.Mode != 0o6751 ||
+	if a.Size != 1234 || a.UID != 1000 || a.GID != 1001 || a.Mode != 0o1751 ||
 		a.Mtime != (nfs3.Time3{Sec: 1e9, Nsec: 5}) {
 		t.Errorf("%+v", a)
 	}

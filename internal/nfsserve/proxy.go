@@ -11,6 +11,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsd"
+	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
@@ -63,15 +64,16 @@ func checkBackend(ctx context.Context, addr string) error {
 // the client sends the calls again. The next call makes a new TCP connection. A proxy satisfies
 // svcrdma.ConnHandler and is safe for concurrent use.
 type proxy struct {
-	addr string
-	log  hclog.Logger
+	addr  string
+	ports *resvport.Rule
+	log   hclog.Logger
 
 	mu    sync.Mutex
 	peers map[netip.AddrPort]*backendPool // guarded by mu
 }
 
-func newProxy(addr string, log hclog.Logger) *proxy {
-	return &proxy{addr: addr, log: log, peers: make(map[netip.AddrPort]*backendPool)}
+func newProxy(addr string, insecure bool, log hclog.Logger) *proxy {
+	return &proxy{addr: addr, ports: resvport.NewRule(insecure, log), log: log, peers: make(map[netip.AddrPort]*backendPool)}
 }
 
 // A backendPool holds the TCP connections of one client connection.
@@ -83,6 +85,9 @@ type backendPool struct {
 
 // ServeRPC relays one call.
 func (p *proxy) ServeRPC(ctx context.Context, peer netip.AddrPort, call, reply []byte) ([]byte, error) {
+	if h, _, err := sunrpc.ParseCall(call); (err != nil || h.Proc != 0) && !p.ports.Permits(peer) {
+		return sunrpc.AppendDeniedReply(reply, h.XID, sunrpc.AuthTooWeak), nil
+	}
 	p.mu.Lock()
 	pool := p.peers[peer]
 	if pool == nil {
@@ -90,7 +95,7 @@ func (p *proxy) ServeRPC(ctx context.Context, peer netip.AddrPort, call, reply [
 		p.peers[peer] = pool
 	}
 	p.mu.Unlock()
-	b, err := p.conn(ctx, pool)
+	b, err := p.conn(ctx, pool, peer)
 	if err != nil {
 		if ctx.Err() == nil { // else the client has left, and the backend did nothing wrong
 			p.log.Error("call not relayed", "peer", peer, "error", err)
@@ -128,8 +133,9 @@ func (p *proxy) ConnClosed(peer netip.AddrPort) {
 	}
 }
 
-// conn returns the next connection of the pool in turn, and connects if there is none.
-func (p *proxy) conn(ctx context.Context, pool *backendPool) (*rpctcp.Client, error) {
+// conn returns the next connection of the pool in turn, and connects if there is none. The source
+// port is reserved only if the client's is: the backend can require one.
+func (p *proxy) conn(ctx context.Context, pool *backendPool, peer netip.AddrPort) (*rpctcp.Client, error) {
 	pool.mu.Lock()
 	i := pool.next
 	pool.next = (i + 1) % connsPerPeer
@@ -140,10 +146,15 @@ func (p *proxy) conn(ctx context.Context, pool *backendPool) (*rpctcp.Client, er
 	}
 	dialCtx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
-	fresh, err := rpctcp.Dial(dialCtx, p.addr, rpctcp.Options{MaxRecord: maxRecord, WriteTimeout: writeTimeout})
+	dial := resvport.DialAny
+	if peer.Port() < resvport.Limit {
+		dial = resvport.Dial
+	}
+	tcp, err := dial(dialCtx, p.addr)
 	if err != nil {
 		return nil, &BackendError{Addr: p.addr, Op: "connect", Err: err}
 	}
+	fresh := rpctcp.New(tcp, rpctcp.Options{MaxRecord: maxRecord, WriteTimeout: writeTimeout})
 	pool.mu.Lock()
 	if b := pool.conns[i]; b != nil && b.Err() == nil { // of a concurrent call
 		pool.mu.Unlock()

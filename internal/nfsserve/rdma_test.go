@@ -16,6 +16,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
@@ -124,7 +125,7 @@ func TestBackendOverRDMA(t *testing.T) {
 func TestProxyClientGone(t *testing.T) {
 	b := newScripted(t)
 	var log bytes.Buffer
-	p := newProxy(b.Addr().String(), hclog.New(&hclog.LoggerOptions{Output: &log}))
+	p := newProxy(b.Addr().String(), false, hclog.New(&hclog.LoggerOptions{Output: &log}))
 	peer := netip.MustParseAddrPort("127.0.0.1:700")
 	defer p.ConnClosed(peer)
 	gone, cancel := context.WithCancel(context.Background())
@@ -186,7 +187,7 @@ func (c *scriptedCall) answer(t *testing.T, body string) {
 
 func TestProxy(t *testing.T) {
 	b := newScripted(t)
-	p := newProxy(b.Addr().String(), hclog.NewNullLogger())
+	p := newProxy(b.Addr().String(), false, hclog.NewNullLogger())
 	peer := netip.MustParseAddrPort("127.0.0.1:700")
 	defer p.ConnClosed(peer)
 	type outcome struct {
@@ -296,11 +297,56 @@ func TestProxy(t *testing.T) {
 	}
 }
 
+// The relay refuses calls from an unprivileged source port, unless Config.Insecure is set. Its own
+// source port is reserved only if that of the client is.
+func TestProxySourcePort(t *testing.T) {
+	kit.NeedsRoot(t)
+	for _, tt := range []struct {
+		peer     string
+		insecure bool
+		relayed  bool
+		reserved bool
+	}{
+		{"127.0.0.1:1024", false, false, false},
+		{"127.0.0.1:1023", false, true, true},
+		{"127.0.0.1:1024", true, true, false},
+		{"127.0.0.1:1023", true, true, true},
+	} {
+		b := newScripted(t)
+		p := newProxy(b.Addr().String(), tt.insecure, hclog.NewNullLogger())
+		peer := netip.MustParseAddrPort(tt.peer)
+		replies := make(chan []byte, 1)
+		go func() {
+			defer close(replies)
+			reply, err := p.ServeRPC(t.Context(), peer, sunrpc.AppendCall(nil, 1, nfs3.Program, 3, 1,
+				sunrpc.AppendAuthNone(nil)), nil)
+			if err != nil {
+				t.Error(err)
+			}
+			replies <- reply
+		}()
+		if tt.relayed {
+			call := <-b.calls
+			port := call.conn.RemoteAddr().(*net.TCPAddr).Port
+			if (port < resvport.Limit) != tt.reserved {
+				t.Errorf("%+v: got source port %d", tt, port)
+			}
+			call.answer(t, "done")
+		}
+		_, _, err := sunrpc.ParseReply(<-replies)
+		var denied *sunrpc.DeniedError
+		if errors.As(err, &denied) == tt.relayed {
+			t.Errorf("%+v: got %v", tt, err)
+		}
+		p.ConnClosed(peer)
+	}
+}
+
 // A backend that stops within a reply delays neither the end of the call nor the end of the
 // client's connection.
 func TestProxyPartOfReply(t *testing.T) {
 	b := newScripted(t)
-	p := newProxy(b.Addr().String(), hclog.NewNullLogger())
+	p := newProxy(b.Addr().String(), false, hclog.NewNullLogger())
 	peer := netip.MustParseAddrPort("127.0.0.1:700")
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
@@ -325,7 +371,7 @@ func TestProxyPartOfReply(t *testing.T) {
 }
 
 func TestProxyWithoutBackend(t *testing.T) {
-	p := newProxy(kit.ClosedPort(t).String(), hclog.NewNullLogger())
+	p := newProxy(kit.ClosedPort(t).String(), false, hclog.NewNullLogger())
 	peer := netip.MustParseAddrPort("127.0.0.1:700")
 	defer p.ConnClosed(peer)
 	_, err := p.ServeRPC(context.Background(), peer, make([]byte, 40), nil)

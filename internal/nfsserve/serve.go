@@ -48,6 +48,12 @@ type Config struct {
 	ReadOnly bool
 	// NoRootSquash runs calls of uid 0 as root. By default uid 0 and gid 0 become 65534.
 	NoRootSquash bool
+	// AllowSUID lets clients set the set-user-ID and set-group-ID bits of files in Dir.
+	AllowSUID bool
+	// Insecure serves calls from any source port. By default calls other than NULL need a source
+	// port below 1024, which only a privileged process can use: AUTH_SYS proves nothing else, so any
+	// local user could act as any other.
+	Insecure bool
 	// StateDir keeps the key of Dir's file handles, so that they survive a restart. The default is
 	// $STATE_DIRECTORY, else /var/lib/nfsrdmad for root, else the user's state directory.
 	StateDir string
@@ -128,7 +134,7 @@ func Run(ctx context.Context, cfg Config) (*Server, error) {
 		}
 		rdma.Handler = export
 	} else {
-		rdma.Handler = newProxy(s.TCPAddr, cfg.Logger.Named("backend"))
+		rdma.Handler = newProxy(s.TCPAddr, cfg.Insecure, cfg.Logger.Named("backend"))
 	}
 	rl, err := cfg.Provider.Listen(stop, raddr)
 	if err != nil {
@@ -214,8 +220,8 @@ func resolve(addr string) (netip.AddrPort, error) {
 // port ends its calls in order when stop ends, and at once when ctx ends.
 func (s *Server) startExport(stop, ctx context.Context, cfg *Config, parts *sync.WaitGroup) (*nfsd.Server, error) {
 	d, err := nfsd.New(nfsd.Config{Dir: cfg.Dir, ReadOnly: cfg.ReadOnly, NoRootSquash: cfg.NoRootSquash,
-		Allow: cfg.Allow, StateDir: cfg.StateDir, LockGrace: cfg.LockGrace, MaxReply: cfg.RDMA.MaxMessage,
-		Logger: cfg.Logger.Named("nfs")})
+		AllowSUID: cfg.AllowSUID, Allow: cfg.Allow, Insecure: cfg.Insecure, StateDir: cfg.StateDir,
+		LockGrace: cfg.LockGrace, MaxReply: cfg.RDMA.MaxMessage, Logger: cfg.Logger.Named("nfs")})
 	if err != nil {
 		return nil, fmt.Errorf("export %s: %w; name a directory", cfg.Dir, err)
 	}

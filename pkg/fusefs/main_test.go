@@ -68,7 +68,7 @@ func startExport(t *testing.T) *export {
 // startOwnExport exports a directory with this project's server over RDMA, without root squash.
 func startOwnExport(t *testing.T) *export {
 	t.Helper()
-	return startExportOf(t, nfsserve.Config{NoRootSquash: true})
+	return startExportOf(t, nfsserve.Config{NoRootSquash: true, AllowSUID: true})
 }
 
 // startExportOf exports a directory with this project's server, configured by cfg.

@@ -133,7 +133,7 @@ func TestServeBattery(t *testing.T) {
 		return
 	}
 	local, served := mounts.OpenTempDir(t), mounts.OpenTempDir(t)
-	s := mounts.ServeDir(t, served, "--no-root-squash")
+	s := mounts.ServeDir(t, served, "--no-root-squash", "--allow-suid")
 	checkBattery(t, local, served, mounts.MountServed(t, s), knownDifferences)
 }
 

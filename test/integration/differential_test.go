@@ -143,7 +143,7 @@ type differentialRun struct {
 func newDifferentialRun(t *testing.T, m differentialMode) *differentialRun {
 	t.Helper()
 	reference, served := mounts.OpenTempDir(t), mounts.OpenTempDir(t)
-	s := mounts.ServeDir(t, served, "--no-root-squash")
+	s := mounts.ServeDir(t, served, "--no-root-squash", "--allow-suid")
 	d := &differentialRun{differentialMode: m}
 	d.Reference = differential.Side{Dirs: []string{reference}, Server: reference}
 	d.Ours.Server = served

@@ -32,7 +32,7 @@ func TestMatrix(t *testing.T) {
 	known, err := differential.ReadMatrixDifferences(matrixKnownText)
 	kit.Must(t, err)
 	served := mounts.OpenTempDir(t)
-	lines, err := differential.Matrix(served, mounts.MountServed(t, mounts.ServeDir(t, served)))
+	lines, err := differential.Matrix(served, mounts.MountServed(t, mounts.ServeDir(t, served, "--allow-suid")))
 	kit.Must(t, err)
 	if len(lines) < 1000 {
 		t.Fatalf("got %d results, want at least 1000", len(lines))

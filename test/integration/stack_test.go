@@ -33,7 +33,7 @@ func TestMain(m *testing.M) {
 // serve runs a server in this process until the test ends.
 func serve(t *testing.T, cfg nfsserve.Config) *nfsserve.Server {
 	t.Helper()
-	cfg.RDMAListen, cfg.NoRootSquash, cfg.StateDir = "127.0.0.1:0", true, t.TempDir()
+	cfg.RDMAListen, cfg.NoRootSquash, cfg.AllowSUID, cfg.StateDir = "127.0.0.1:0", true, true, t.TempDir()
 	if cfg.Provider == nil {
 		cfg.Provider = softiwarp.New(softiwarp.Config{})
 	}

@@ -34,7 +34,7 @@ type server struct {
 
 func startEmbedded(t *testing.T) *server {
 	t.Helper()
-	s := mounts.ServeDir(t, mounts.OpenTempDir(t), "--no-root-squash")
+	s := mounts.ServeDir(t, mounts.OpenTempDir(t), "--no-root-squash", "--allow-suid")
 	return &server{
 		dir: s.Dir,
 		mount: func(t *testing.T, options ...string) string {

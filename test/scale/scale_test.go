@@ -137,7 +137,7 @@ type rig struct {
 func newRig(t *testing.T, rate int) *rig {
 	t.Helper()
 	r := &rig{metrics: kit.FreePort(t).String(),
-		server: mounts.ServeDir(t, mounts.MemoryDir(t, "mode=777"), "--max-connections", "4096")}
+		server: mounts.ServeDir(t, mounts.MemoryDir(t, "mode=777"), "--max-connections", "4096", "--insecure")}
 	dir := t.TempDir()
 	socket := filepath.Join(dir, "control.sock")
 	r.daemon = mounts.StartProcess(t, nil, nil, "daemon", "--control-socket", socket, "--metrics-listen", r.metrics,

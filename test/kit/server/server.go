@@ -42,7 +42,8 @@ func Main() {
 
 func serve(dir, state string) error {
 	s, err := nfsserve.Run(context.Background(), nfsserve.Config{Dir: dir, RDMAListen: "127.0.0.1:0",
-		TCPListen: "127.0.0.1:0", StateDir: state, NoRootSquash: true, Provider: softiwarp.New(softiwarp.Config{})})
+		TCPListen: "127.0.0.1:0", StateDir: state, NoRootSquash: true,
+		AllowSUID: true, Provider: softiwarp.New(softiwarp.Config{})})
 	if err != nil {
 		return err
 	}
