@@ -21,9 +21,6 @@ const (
 	// Timeouts of the metrics listener.
 	headerTimeout = 5 * time.Second
 	scrapeTimeout = 10 * time.Second
-	// maxScrapers bounds the connections of the metrics listener. All local users can connect, and
-	// their connections must not take all file descriptors of the daemon.
-	maxScrapers = 64
 	// The pause before the metrics listener retries is metricsRetryMin at first and doubles up to
 	// metricsRetryMax.
 	metricsRetryMin = time.Second
@@ -56,7 +53,7 @@ func startMetrics(address string, log hclog.Logger, handler http.Handler) *metri
 func newMetrics(address string, log hclog.Logger, handler http.Handler) *metricsListener {
 	return &metricsListener{address: address, log: log, closing: make(chan struct{}),
 		server: &http.Server{Handler: handler, ReadHeaderTimeout: headerTimeout, ReadTimeout: headerTimeout,
-			WriteTimeout: scrapeTimeout}}
+			WriteTimeout: scrapeTimeout, ConnState: noteState}}
 }
 
 // start tries to listen once, and serves and retries in the background.
@@ -110,7 +107,7 @@ func (m *metricsListener) listen() net.Listener {
 		return nil
 	}
 	m.set(l.Addr(), nil)
-	return &limitedListener{Listener: l, slots: make(chan struct{}, maxScrapers), closed: make(chan struct{})}
+	return limitScrapers(l)
 }
 
 // serve serves l, which may be nil, and listens again when l fails.
@@ -175,42 +172,4 @@ func (m *metricsListener) close() {
 	close(m.closing)
 	shutdown(m.server)
 	m.running.Wait()
-}
-
-// A limitedListener accepts a bounded number of connections at a time.
-type limitedListener struct {
-	net.Listener
-	slots  chan struct{} // one value per connection
-	once   sync.Once
-	closed chan struct{}
-}
-
-func (l *limitedListener) Accept() (net.Conn, error) {
-	select {
-	case l.slots <- struct{}{}:
-	case <-l.closed:
-		return nil, net.ErrClosed
-	}
-	c, err := l.Listener.Accept()
-	if err != nil {
-		<-l.slots
-		return nil, err
-	}
-	return &limitedConn{Conn: c, free: sync.OnceFunc(func() { <-l.slots })}, nil
-}
-
-func (l *limitedListener) Close() error {
-	l.once.Do(func() { close(l.closed) })
-	return l.Listener.Close()
-}
-
-// A limitedConn frees its place in the listener when it is closed.
-type limitedConn struct {
-	net.Conn
-	free func()
-}
-
-func (c *limitedConn) Close() error {
-	defer c.free()
-	return c.Conn.Close()
 }
