@@ -25,6 +25,7 @@ type Config struct {
 	ControlGroup    Text     `toml:"control_group"`
 	AllowMounts     Text     `toml:"allow_mounts"`
 	MetricsListen   Text     `toml:"metrics_listen"`
+	MetricsHosts    Text     `toml:"metrics_hosts"`
 	LogLevel        Text     `toml:"log_level"`
 	LogFormat       Text     `toml:"log_format"`
 	MountOptions    Text     `toml:"mount_options"`
@@ -81,6 +82,8 @@ func (c *Config) Fields() []Field {
 			&c.AllowMounts},
 		{"metrics_listen", "ADDRESS:PORT of the HTTP listener for /metrics, /healthz and, on loopback, the " +
 			"status page; empty for none", &c.MetricsListen},
+		{"metrics_hosts", "host names in URLs of the HTTP listener, separated by spaces, beside addresses and " +
+			"localhost", &c.MetricsHosts},
 		{"log_level", "trace, debug, info, warn or error", &c.LogLevel},
 		{"log_format", "text or json", &c.LogFormat},
 		{"mount_options", "default mount options; the options of a mount override them", &c.MountOptions},
@@ -194,6 +197,9 @@ func (c *Config) Check(source string) error {
 		if _, err := net.ResolveTCPAddr("tcp", string(c.MetricsListen)); err != nil {
 			return invalid("metrics_listen", c.MetricsListen, "must be ADDRESS:PORT or empty")
 		}
+	}
+	if _, err := parseHosts(string(c.MetricsHosts)); err != nil {
+		return invalid("metrics_hosts", c.MetricsHosts, err.Error())
 	}
 	if c.NLMListen != "" {
 		if _, err := net.ResolveTCPAddr("tcp", string(c.NLMListen)); err != nil {

@@ -57,7 +57,8 @@ func TestShippedConfigHasDefaults(t *testing.T) {
 
 func TestFlagAndKeySetSameField(t *testing.T) {
 	values := map[string]string{"control_socket": "/x/y", "control_group": "daemon",
-		"allow_mounts": "nas:/home/** /mnt/*", "metrics_listen": "127.0.0.1:1", "log_level": "warn",
+		"allow_mounts": "nas:/home/** /mnt/*", "metrics_listen": "127.0.0.1:1",
+		"metrics_hosts": "node1.example node1", "log_level": "warn",
 		"log_format": "json", "nlm_listen": "127.0.0.1:4045", "state_dir": "/x",
 		"mount_options": "soft", "connect_timeout": "1m0s", "shutdown_timeout": "2s", "dirty_bytes": "2000000",
 		"connect_rate": "7", "keep_mounts": "false",
@@ -115,6 +116,7 @@ func TestConfigErrors(t *testing.T) {
 		{"group", "control_group = \"no-such-group\"\n", `unknown group "no-such-group"; create it with groupadd`},
 		{"allowed mounts", "allow_mounts = \"mnt/*\"\n", `allow_mounts = "mnt/*": "mnt/*" is neither`},
 		{"metrics", "metrics_listen = \"nowhere\"\n", "metrics_listen"},
+		{"metrics hosts", "metrics_hosts = \"a b:9620\"\n", `"b:9620" must be a host name without a port`},
 		{"unknown fault", "inject = \"disconnect-evry=9\"\n", `"disconnect-evry=9"`},
 		{"known faults", "inject = \"seed=1,gremlins=9\"\n", "known words are seed=S, disconnect-every=N,"},
 		{"no fault", "inject = \"seed=1\"\n", "injects nothing"},

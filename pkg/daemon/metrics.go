@@ -65,7 +65,8 @@ func (m *metricsListener) start() {
 	m.running.Go(func() { m.serve(l) })
 }
 
-// metricsHandler serves /metrics, /healthz, and the status page.
+// metricsHandler serves /metrics, /healthz, and the status page, to requests for hosts of the
+// configuration.
 func (d *Daemon) metricsHandler() http.Handler {
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(metrics.NewCollector(d.table.Snapshots), metrics.FaultInjection(d.inject != ""),
@@ -88,7 +89,11 @@ func (d *Daemon) metricsHandler() http.Handler {
 				"metrics_listen")
 		})
 	}
-	return mux
+	hosts, _ := parseHosts(string(d.cfg.MetricsHosts)) // checked by Config.Check
+	if host, _, err := net.SplitHostPort(string(d.cfg.MetricsListen)); err == nil && host != "" {
+		hosts[plainHost(host)] = true
+	}
+	return hosts.guard(mux)
 }
 
 // isLoopback reports whether only this host can connect to an address HOST:PORT.

@@ -5,12 +5,14 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
@@ -31,6 +33,29 @@ func TestMetricsWithIdleConnections(t *testing.T) {
 	r, err := client.Get("http://" + m.addr())
 	kit.Must(t, err)
 	r.Body.Close()
+}
+
+// TestMetricsNameTheHost sends requests as a page of another site would, whose name has got an
+// address of this host. All paths must refuse them.
+func TestMetricsNameTheHost(t *testing.T) {
+	cfg := DefaultConfig()
+	cfg.MetricsListen, cfg.MetricsHosts = "localhost:9620", "node1 Node1.example."
+	d := &Daemon{cfg: cfg, table: mount.NewTable(mount.TableConfig{Log: hclog.NewNullLogger()})}
+	defer func() { kit.Must(t, d.table.Close(t.Context())) }()
+	h := d.metricsHandler()
+	for host, want := range map[string]int{"localhost:9620": 200, "LOCALHOST": 200, "[::1]:9620": 200, "[fe80::1]": 200,
+		"127.0.0.1": 200, "192.0.2.1:80": 200, "node1:9620": 200, "node1.example": 200, "NODE1.example.:9620": 200,
+		"other.example:9620": 403, "other.example": 403, "127.0.0.1.other.example:9620": 403, "x.node1.example": 403,
+		"": 403} {
+		for _, path := range []string{"/metrics", "/healthz", "/", "/status.json", "/page.js"} {
+			r := httptest.NewRequest("GET", path, nil)
+			r.Host = host
+			w := httptest.NewRecorder()
+			if h.ServeHTTP(w, r); w.Code != want {
+				t.Errorf("host %q: GET %s: got status %d, want %d", host, path, w.Code, want)
+			}
+		}
+	}
 }
 
 // TestMetricsAddressInUse listens at an address that another process uses. The problem must be
