@@ -40,7 +40,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"test/kit/hostile", "test/kit pkg/membuf pkg/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs pkg/verbs/faults"},
 	{"internal/nfsd", "internal/nlmd internal/resvport pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm pkg/sunrpc"},
 	{"internal/nlmd", "pkg/nfs3 pkg/nlm pkg/rangelock pkg/sunrpc"},
-	{"internal/svcrdma", "pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
+	{"internal/svcrdma", "internal/fairshare pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
 	{"pkg/fusefs", "internal/running internal/slotfile pkg/front pkg/ledger pkg/membuf pkg/nfs3 pkg/nfs3/nfsacl " +
 		"pkg/nlm pkg/rangelock pkg/sunrpc"},
 	{"pkg/virtiofs", "internal/slotfile pkg/front pkg/ledger"},
@@ -69,6 +69,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/archtest", ""},
 	{"internal/backoff", ""},
 	{"internal/bench", ""},
+	{"internal/fairshare", ""},
 	{"internal/fdstore", ""},
 	{"internal/leakcheck", ""},
 	{"internal/memfd", ""},

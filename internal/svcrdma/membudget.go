@@ -6,20 +6,21 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"golang.org/x/sync/semaphore"
+	"github.com/nfsrdmad/nfsrdmad/internal/fairshare"
 )
 
-// A memBudget limits the message buffers of all connections. A connection keeps its unused buffers,
-// because a new buffer costs a system call and page faults. When a call waits for memory, every
-// connection frees its unused buffers.
+// A memBudget limits the message buffers of all connections. A client address gets more buffers
+// only while it has no more than are left for others, so clients that do not answer RDMA Reads, or
+// do not accept replies, leave memory to others.
+//
+// A connection keeps its unused buffers, because a new buffer costs a system call and page faults.
+// When a call waits for memory, every connection frees its unused buffers.
 //
 // A call takes all its buffers in one step and holds none while it waits, so calls cannot deadlock.
 // Config.TransferTimeout and Config.CallTimeout limit how long a call holds its buffers.
 type memBudget struct {
-	room    *semaphore.Weighted // one unit per buffer
+	room    *fairshare.Pool // one unit per buffer
 	waiters atomic.Int32
-
-	maxShare int64 // buffers of one client address; a call may need two
 
 	mu struct { // guards its fields; not taken while conn.messages is locked
 		sync.Mutex
@@ -28,15 +29,14 @@ type memBudget struct {
 	}
 }
 
-// A memShare bounds the message buffers of one client address, so that a client that does not
-// answer RDMA Reads leaves memory to the others.
+// A memShare counts the message buffers of one client address.
 type memShare struct {
-	room  *semaphore.Weighted
+	user  fairshare.User
 	conns int // guarded by memBudget.mu
 }
 
 func newMemBudget(buffers int) *memBudget {
-	m := &memBudget{room: semaphore.NewWeighted(int64(buffers)), maxShare: int64(max(2, buffers/2))}
+	m := &memBudget{room: fairshare.New(int64(buffers))}
 	m.mu.conns, m.mu.shares = make(map[*conn]struct{}), make(map[netip.Addr]*memShare)
 	return m
 }
@@ -46,7 +46,7 @@ func (m *memBudget) join(c *conn) {
 	m.mu.Lock()
 	m.mu.conns[c] = struct{}{}
 	if c.share = m.mu.shares[c.addr]; c.share == nil {
-		c.share = &memShare{room: semaphore.NewWeighted(m.maxShare)}
+		c.share = new(memShare)
 		m.mu.shares[c.addr] = c.share
 	}
 	c.share.conns++
@@ -67,18 +67,7 @@ func (m *memBudget) leave(c *conn) {
 
 // take waits for memory for n buffers of c. The caller holds no buffer.
 func (m *memBudget) take(ctx context.Context, c *conn, n int) error {
-	if err := m.acquire(ctx, c.share.room, n); err != nil {
-		return err
-	}
-	err := m.acquire(ctx, m.room, n)
-	if err != nil {
-		c.share.room.Release(int64(n))
-	}
-	return err
-}
-
-func (m *memBudget) acquire(ctx context.Context, room *semaphore.Weighted, n int) error {
-	if room.TryAcquire(int64(n)) {
+	if m.room.TryTake(&c.share.user, int64(n)) {
 		return nil
 	}
 	// The count must increase before the reclaim. A buffer that is returned later is then freed by
@@ -86,13 +75,12 @@ func (m *memBudget) acquire(ctx context.Context, room *semaphore.Weighted, n int
 	m.waiters.Add(1)
 	defer m.waiters.Add(-1)
 	m.reclaim()
-	return room.Acquire(ctx, int64(n))
+	return m.room.Take(ctx, &c.share.user, int64(n))
 }
 
 func (m *memBudget) give(c *conn, n int) {
 	if n > 0 {
-		m.room.Release(int64(n))
-		c.share.room.Release(int64(n))
+		m.room.Give(&c.share.user, int64(n))
 	}
 }
 

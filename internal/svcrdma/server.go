@@ -99,8 +99,8 @@ type Config struct {
 	// connections, needs 6,000. Default 65536.
 	CachedReplies int
 	// MessageMemory limits the memory for the unreduced messages of all connections, in bytes. One
-	// client address gets at most half of it.
-	// Calls wait for memory. A call needs MaxMessage bytes for its reply, and as much again if it
+	// client address gets at most half of it, and the next one at most half of the rest. Calls wait
+	// for memory. A call needs MaxMessage bytes for its reply, and as much again if it
 	// has Read chunks. The minimum is twice MaxMessage. Default 512 MiB.
 	MessageMemory int
 
