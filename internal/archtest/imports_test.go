@@ -33,7 +33,8 @@ var allowed = []struct{ pkg, imports string }{
 	{"test/kit/mounts", "test/kit/ganesha test/kit pkg/fusefs pkg/nfs3 pkg/sunrpc"},
 	{"test/kit/ganesha", "internal/rpctcp test/kit pkg/nfs3 pkg/nfs3/mountd pkg/sunrpc"},
 	{"test/kit/server", "internal/nfsserve pkg/verbs/softiwarp"},
-	{"internal/nfsserve", "internal/nfsd internal/resvport internal/rpctcp internal/svcrdma pkg/nfs3 pkg/sunrpc pkg/verbs"},
+	{"internal/nfsserve", "internal/fairshare internal/nfsd internal/resvport internal/rpctcp internal/svcrdma " +
+		"pkg/nfs3 pkg/sunrpc pkg/verbs"},
 	{"pkg/metrics", "pkg/fusefs pkg/ledger pkg/nlm pkg/stats"},
 	{"pkg/xprt", "internal/backoff internal/leakcheck internal/running internal/verify pkg/ledger pkg/membuf " +
 		"pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace pkg/verbs"},

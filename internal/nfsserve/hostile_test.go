@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net"
 	"net/netip"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -13,6 +14,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
@@ -57,7 +59,7 @@ func TestHalfSentCallsLeaveMemory(t *testing.T) {
 	part := make([]byte, 20)
 	rpctcp.PutMark(part, 1<<20)
 	s, _ := start(t, nil)
-	connect(t, s.TCPAddr, "127.0.0.2", largeCalls, part)
+	connect(t, s.TCPAddr, "127.0.0.2", maxTCPConns/2, part)
 	c := dial(t, s.TCPAddr)
 	fh := c.MustCreate(c.Cred, c.Root, "large", 0o644)
 	var w nfs3.WriteResult
@@ -67,39 +69,131 @@ func TestHalfSentCallsLeaveMemory(t *testing.T) {
 	}
 }
 
-// TestStalledCallsGiveMemoryBack fills the memory for large calls from two addresses. A client of a
-// third address must be able to send a large call before the deadline of the incomplete ones.
+// TestStalledCallsGiveMemoryBack fills the memory of an address with incomplete calls. A complete
+// call of the address must be executed before the deadline of the incomplete ones.
 func TestStalledCallsGiveMemoryBack(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		ctx, cancel := context.WithCancel(t.Context())
-		l := &pipeListener{conns: make(chan net.Conn), closed: make(chan struct{})}
-		srv := newTCPServer(echo, hclog.NewNullLogger())
-		ended := make(chan struct{})
-		go func() { defer close(ended); srv.run(ctx, ctx, l) }()
-		defer func() { cancel(); <-ended }()
+		l := pipes(t, echo)
 		part := make([]byte, 20)
 		rpctcp.PutMark(part, 1<<20)
-		for from := range byte(2) {
-			for range largeCalls / 2 {
-				c := l.dial(from)
-				defer c.Close()
-				_, err := c.Write(part)
-				kit.Must(t, err)
-			}
+		for range 128 {
+			c := l.dial(1)
+			defer c.Close()
+			_, err := c.Write(part)
+			kit.Must(t, err)
 		}
 		synctest.Wait()
-		if n := len(srv.large); n != largeCalls {
-			t.Fatalf("large calls in memory: got %d, want %d", n, largeCalls)
-		}
 		began := time.Now()
-		c := l.dial(2)
+		c := l.dial(1)
 		defer c.Close()
 		kit.Must(t, rpctcp.WriteRecord(c, make([]byte, 1<<20)))
 		if reply, err := rpctcp.ReadRecord(c, nil, maxRecord); err != nil || len(reply) != 1<<20 {
-			t.Errorf("large call of another client: got %d bytes, %v", len(reply), err)
+			t.Errorf("large call: got %d bytes, %v", len(reply), err)
 		}
 		if took := time.Since(began); took > recordTimeout-2*progressTimeout {
-			t.Errorf("large call of another client: took %v", took)
+			t.Errorf("large call: took %v", took)
+		}
+	})
+}
+
+// readOfMiB is a READ of 1 MiB.
+func readOfMiB() []byte {
+	b := sunrpc.AppendCall(nil, 1, nfs3.Program, nfs3.Version, uint32(nfs3.ProcRead), sunrpc.AppendAuthNone(nil))
+	return sunrpc.AppendUint32(sunrpc.AppendUint64(sunrpc.AppendOpaque(b, []byte("file")), 0), 1<<20)
+}
+
+// callFrom makes a call from an address and returns the time that it took.
+func callFrom(t *testing.T, l *pipeListener, from byte, call []byte) time.Duration {
+	t.Helper()
+	began := time.Now()
+	c := l.dial(from)
+	defer c.Close()
+	_ = c.SetDeadline(began.Add(time.Hour))
+	err := rpctcp.WriteRecord(c, call)
+	if err == nil {
+		_, err = rpctcp.ReadRecord(c, nil, maxRecord)
+	}
+	if err != nil {
+		t.Errorf("call from address %d: %v", from, err)
+	}
+	return time.Since(began)
+}
+
+// TestUnreadRepliesHoldNoPlaces lets two addresses make as many calls as the server executes at a
+// time, and read no replies. A call of another address must not wait.
+func TestUnreadRepliesHoldNoPlaces(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := pipes(t, echo)
+		for i := range callsAtOnce {
+			c := l.dial(byte(i % 2))
+			defer c.Close()
+			kit.Must(t, rpctcp.WriteRecord(c, []byte("call")))
+		}
+		synctest.Wait()
+		if took := callFrom(t, l, 2, []byte("call")); took > 0 {
+			t.Errorf("call of another address: took %v, want no wait", took)
+		}
+	})
+}
+
+// TestMountHasPlaces lets calls of NFS use all places that an address can have. A call of MOUNT of
+// the same address must not wait.
+func TestMountHasPlaces(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		hold := make(chan struct{})
+		l := pipes(t, handlerFunc(func(call, reply []byte) ([]byte, error) {
+			if h, _, err := sunrpc.ParseCall(call); err != nil || h.Prog != progMount {
+				<-hold
+			}
+			return append(reply, call...), nil
+		}))
+		for range callsAtOnce / callsPerConn {
+			c := l.dial(1)
+			defer c.Close()
+			go func() {
+				for range callsPerConn {
+					_ = rpctcp.WriteRecord(c, []byte("call"))
+				}
+			}()
+		}
+		synctest.Wait()
+		mnt := sunrpc.AppendCall(nil, 1, progMount, versMount, mountMnt, sunrpc.AppendAuthNone(nil))
+		if took := callFrom(t, l, 1, mnt); took > 0 {
+			t.Errorf("call of MOUNT: took %v, want no wait", took)
+		}
+		close(hold)
+	})
+}
+
+// countingHandler answers calls at once, and counts the bytes.
+type countingHandler struct {
+	handlerFunc
+	size  int
+	bytes atomic.Int64
+}
+
+func (h *countingHandler) TryServe(_ netip.AddrPort, _, reply []byte) ([]byte, bool) {
+	h.bytes.Add(int64(h.size))
+	return append(reply, make([]byte, h.size)...), true
+}
+
+// TestUnreadRepliesAreBounded opens all connections from two addresses and reads no reply. The
+// replies of 1 MiB must leave memory to another address, and a connection.
+func TestUnreadRepliesAreBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := &countingHandler{size: 1 << 20}
+		l := pipes(t, h)
+		for i := range maxTCPConns {
+			c := l.dial(byte(i % 2))
+			defer c.Close()
+			kit.Must(t, rpctcp.WriteRecord(c, readOfMiB()))
+		}
+		synctest.Wait()
+		if n := h.bytes.Load(); n > 3*tcpMemory/4 {
+			t.Errorf("replies in memory: got %d MiB, want at most %d", n>>20, 3*tcpMemory/4>>20)
+		}
+		if took := callFrom(t, l, 2, readOfMiB()); took > 0 {
+			t.Errorf("READ of another address: took %v, want no wait", took)
 		}
 	})
 }

@@ -10,7 +10,6 @@ import (
 
 // Numbers of the protocols beside NFS (RFC 1813 §5, RFC 1833 §3).
 const (
-	progMount    = 100005
 	versMount    = 3
 	mountNull    = 0
 	mountMnt     = 1
@@ -18,7 +17,6 @@ const (
 	mountUmntAll = 4
 	mountExport  = 5
 
-	progPortmap = 100000
 	pmapGetPort = 3
 	ipprotoTCP  = 6
 )

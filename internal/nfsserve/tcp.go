@@ -13,18 +13,18 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/fairshare"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 )
 
-// Limits of the TCP port. One client address gets at most half of each of the first three.
+// Limits of the TCP port. One client address gets at most half of the connections. It gets at most
+// half of the others, too, and only while it has no more than is left for other addresses.
 const (
 	maxTCPConns = 512
-	// calls in progress: their replies are the memory that small calls can ask for
-	callsAtOnce = 256
-	largeCalls  = 128 // calls of more than smallRecord bytes in memory
+	callsAtOnce = 256       // calls that a handler executes
+	tcpMemory   = 256 << 20 // bytes of large calls, and of replies from their calls to their last byte
 
 	callsPerConn = 32
-	smallRecord  = 64 << 10
 	acceptPause  = 50 * time.Millisecond
 	readBuffer   = 32 << 10
 )
@@ -35,8 +35,9 @@ const (
 	recordTimeout    = 30 * time.Second // from the first byte of a call to its last one
 	idleTimeout      = 12 * time.Minute // between two calls, as on the RDMA port
 	writeTimeout     = 30 * time.Second // for one reply, or one call to a backend
-	memoryTimeout    = time.Minute      // wait of a large call for memory
-	// A large call that is incomplete after this time can lose its memory to another call.
+	memoryTimeout    = time.Minute      // wait of a call for memory
+	// A connection whose large call has not arrived, or whose reply has not left, after this time
+	// can lose its memory to another call.
 	progressTimeout = 3 * time.Second
 	finishTimeout   = time.Second // wait for the client to close the connection after the last reply
 
@@ -51,13 +52,15 @@ type tcpHandler interface {
 }
 
 // A tcpServer answers RPC over TCP (RFC 5531 §11). Calls that need no disk run in the goroutine
-// that reads the connection; the others run in parallel and are answered as they finish.
+// that reads the connection; the others run in parallel and are answered as they finish. A call
+// takes memory for its reply before it is executed, and gives it back when the reply is written. It
+// takes a place only while it is executed.
 type tcpServer struct {
 	handler tcpHandler
 	log     hclog.Logger
-	room    chan struct{} // one token for each call in progress
-	large   chan struct{} // one token for each large call in memory
-	clock   atomic.Int64  // in clockTicks, from 1
+	places  *fairshare.Pool // one for each call that is executed, of callsAtOnce
+	memory  *fairshare.Pool // in bytes, of tcpMemory
+	clock   atomic.Int64    // in clockTicks, from 1
 
 	clients struct {
 		sync.Mutex
@@ -66,17 +69,24 @@ type tcpServer struct {
 	}
 }
 
-// A tcpClient counts the resources that one client address uses.
+// A tcpClient counts the resources that one client address uses. It exists as long as a connection
+// of the address is served.
 type tcpClient struct {
-	conns       map[*tcpConn]struct{} // guarded by tcpServer.clients
-	room, large chan struct{}
+	conns  map[*tcpConn]struct{} // guarded by tcpServer.clients
+	served int                   // connections, with those that are being closed; guarded likewise
+	// Calls of MOUNT and of the port mapper have a share of their own, so that other calls of the
+	// address do not delay them.
+	nfs, mount tcpShare
 }
+
+// A tcpShare is what calls of one kind use.
+type tcpShare struct{ places, memory fairshare.User }
 
 // Phases of a connection in the order in which a full server closes connections.
 const (
 	phaseSilent  = iota // no call yet
 	phasePart           // part of a call has arrived
-	phaseWaiting        // a large call waits for memory
+	phaseWaiting        // a call waits for memory
 	phaseIdle
 	phaseBusy // a call waits for other calls; never closed for a new connection
 )
@@ -90,7 +100,7 @@ type tcpConn struct {
 
 	phase   atomic.Int32
 	since   atomic.Int64 // clock when the phase began
-	running atomic.Int32 // calls in other goroutines
+	running atomic.Int32 // calls in other goroutines, until their replies are written
 	filling atomic.Bool  // holds memory for a large call whose data has not arrived completely
 	writing atomic.Int64 // clock when the present write began, or 0
 
@@ -98,15 +108,11 @@ type tcpConn struct {
 }
 
 func newTCPServer(h tcpHandler, log hclog.Logger) *tcpServer {
-	s := &tcpServer{handler: h, log: log, room: make(chan struct{}, callsAtOnce),
-		large: make(chan struct{}, largeCalls)}
+	s := &tcpServer{handler: h, log: log, places: fairshare.New(callsAtOnce), memory: fairshare.New(tcpMemory)}
 	s.clients.addr = make(map[netip.Addr]*tcpClient)
 	s.clock.Store(1)
 	return s
 }
-
-// messages holds buffers of calls and replies.
-var messages = sync.Pool{New: func() any { return new([]byte) }}
 
 // run serves l until stop ends, and returns when every connection has ended. After the end of stop,
 // each connection ends when it has sent the replies of its running calls. After the end of ctx, all
@@ -152,8 +158,7 @@ func (s *tcpServer) admit(c net.Conn) *tcpConn {
 	defer s.clients.Unlock()
 	own := s.clients.addr[ap.Addr()]
 	if own == nil {
-		own = &tcpClient{conns: make(map[*tcpConn]struct{}), room: make(chan struct{}, callsAtOnce/2),
-			large: make(chan struct{}, largeCalls/2)}
+		own = &tcpClient{conns: make(map[*tcpConn]struct{})}
 	}
 	var victim *tcpConn
 	switch {
@@ -175,6 +180,7 @@ func (s *tcpServer) admit(c net.Conn) *tcpConn {
 	}
 	s.clients.addr[ap.Addr()] = own
 	own.conns[t] = struct{}{}
+	own.served++
 	s.clients.all++
 	t.client = own
 	t.enter(phaseSilent)
@@ -196,10 +202,18 @@ func leastUseful(best *tcpConn, client *tcpClient) *tcpConn {
 	return best
 }
 
+// passed reports whether more than limit has passed between two times of the clock.
+func passed(since, now int64, limit time.Duration) bool {
+	return time.Duration(now-since)*clockTick > limit
+}
+
 func (s *tcpServer) leave(t *tcpConn) {
 	s.clients.Lock()
 	defer s.clients.Unlock()
 	s.forget(t)
+	if t.client.served--; t.client.served == 0 {
+		delete(s.clients.addr, t.peer.Addr())
+	}
 }
 
 // forget removes a connection from the counts, once. clients is locked.
@@ -209,13 +223,10 @@ func (s *tcpServer) forget(t *tcpConn) {
 	}
 	delete(t.client.conns, t)
 	s.clients.all--
-	if a := t.peer.Addr(); len(t.client.conns) == 0 && s.clients.addr[a] == t.client {
-		delete(s.clients.addr, a)
-	}
 }
 
-// watch advances the clock and closes connections whose deadline has passed. One ticker serves all
-// of them, so that a call sets no timer.
+// watch advances the clock, and closes connections whose deadline has passed or whose memory others
+// need. One ticker serves all of them, so that a call sets no timer.
 func (s *tcpServer) watch(ctx context.Context) {
 	tick := time.NewTicker(clockTick)
 	defer tick.Stop()
@@ -234,13 +245,16 @@ func (s *tcpServer) watch(ctx context.Context) {
 				}
 			}
 		}
+		if s.memory.Waiting() {
+			s.closeStalled(now)
+		}
 		s.clients.Unlock()
 	}
 }
 
 // late reports whether a deadline of the connection has passed.
 func (t *tcpConn) late(now int64) bool {
-	over := func(since int64, limit time.Duration) bool { return time.Duration(now-since)*clockTick > limit }
+	over := func(since int64, limit time.Duration) bool { return passed(since, now, limit) }
 	if w := t.writing.Load(); w != 0 && over(w, writeTimeout) {
 		return true
 	}
@@ -289,44 +303,90 @@ func (t *tcpConn) serve(stop, ctx context.Context) {
 	slots := make(chan struct{}, callsPerConn)
 	r := bufio.NewReaderSize(t.conn, readBuffer)
 	for stop.Err() == nil {
-		call, isLarge, err := t.next(stop, r)
-		if err != nil || stop.Err() != nil {
+		call, err := t.next(stop, r)
+		if err != nil {
 			return
 		}
-		if !isLarge {
-			ok, err := t.try(call)
-			if err != nil {
+		done, err := t.begin(stop, &call)
+		if err != nil {
+			return
+		}
+		if !done {
+			t.enter(phaseBusy)
+			if !take(stop, slots) {
+				t.end(&call)
 				return
 			}
-			if ok {
-				t.enter(phaseIdle)
-				continue
+			if t.places.Take(stop, &call.share.places, 1) != nil {
+				t.end(&call)
+				return
 			}
+			t.running.Add(1)
+			started := call // the next call has no part in it
+			calls.Go(func() {
+				t.execute(ctx, &started)
+				t.running.Add(-1)
+				<-slots
+			})
 		}
-		t.enter(phaseBusy)
-		if !take(stop, slots) {
-			return
-		}
-		if !take(stop, t.client.room) {
-			return
-		}
-		if !take(stop, t.room) {
-			<-t.client.room
-			return
-		}
-		t.running.Add(1)
-		calls.Go(func() {
-			t.execute(ctx, call)
-			if isLarge {
-				<-t.large
-				<-t.client.large
-			}
-			<-t.room
-			<-t.client.room
-			t.running.Add(-1)
-			<-slots
-		})
 		t.enter(phaseIdle)
+	}
+}
+
+// begin takes memory for the reply of a call, and executes the call if it does not have to wait:
+// then done is true and the call has ended. A small reply of such a call is not counted, because a
+// connection has at most one. An error ends the call, too.
+func (t *tcpConn) begin(ctx context.Context, c *tcpCall) (done bool, err error) {
+	if large := c.memory > 0; large {
+		return false, nil
+	}
+	if c.reply > smallReply {
+		if err := t.takeMemory(ctx, c, c.reply); err != nil {
+			return false, err
+		}
+	}
+	if done, err = t.try(c); done {
+		t.end(c)
+		return true, err
+	}
+	if c.memory == 0 {
+		err = t.takeMemory(ctx, c, c.reply)
+	}
+	return false, err
+}
+
+// takeMemory takes n bytes of memory for a call. An error ends the call.
+func (t *tcpConn) takeMemory(ctx context.Context, c *tcpCall, n int) error {
+	if !t.memory.TryTake(&c.share.memory, int64(n)) {
+		t.enter(phaseWaiting)
+		if err := t.memory.Take(ctx, &c.share.memory, int64(n)); err != nil {
+			t.end(c)
+			return err
+		}
+	}
+	c.memory = int64(n)
+	return nil
+}
+
+// keepMemory gives the memory of a call back that is more than n bytes.
+func (t *tcpConn) keepMemory(c *tcpCall, n int) {
+	if more := c.memory - int64(n); more > 0 {
+		t.memory.Give(&c.share.memory, more)
+		c.memory -= more
+	}
+}
+
+// end returns what a call holds. It may be called twice.
+func (t *tcpConn) end(c *tcpCall) {
+	t.putCall(c)
+	t.keepMemory(c, 0)
+}
+
+// putCall returns the buffer of a call, which has been executed.
+func (t *tcpConn) putCall(c *tcpCall) {
+	if c.message != nil {
+		putMessage(c.message)
+		c.message = nil
 	}
 }
 
@@ -339,100 +399,80 @@ func (t *tcpConn) finish() {
 	}
 }
 
-// next reads one call. The phase tells how far it has come.
-func (t *tcpConn) next(ctx context.Context, r *bufio.Reader) (call *[]byte, isLarge bool, err error) {
+// next reads one call. The phase tells how far it has come. A large call takes memory for itself
+// and for a small reply at once, so that it does not wait for memory while it holds some.
+func (t *tcpConn) next(ctx context.Context, r *bufio.Reader) (c tcpCall, err error) {
 	if _, err := r.Peek(1); err != nil {
-		return nil, false, err
+		return c, err
 	}
 	t.enter(phasePart)
 	mark, err := r.Peek(rpctcp.MarkSize)
 	if err != nil {
-		return nil, false, err
+		return c, err
 	}
-	if isLarge = rpctcp.FragmentSize(mark) > smallRecord || !rpctcp.LastFragment(mark); isLarge {
-		t.enter(phaseWaiting)
-		if !take(ctx, t.client.large) {
-			return nil, false, ctx.Err()
-		}
-		if !t.takeLarge(ctx) {
-			<-t.client.large
-			return nil, false, ctx.Err()
+	c.share = &t.client.nfs
+	size := rpctcp.FragmentSize(mark)
+	if size > maxRecord || !rpctcp.LastFragment(mark) {
+		size = maxRecord
+	}
+	if size > smallRecord {
+		if err := t.takeMemory(ctx, &c, size+smallReply); err != nil {
+			return c, err
 		}
 		t.enter(phasePart)
 		t.filling.Store(true)
 	}
-	call = messages.Get().(*[]byte)
-	*call, err = rpctcp.ReadRecord(r, *call, maxRecord)
+	c.message = getMessage(size)
+	*c.message, err = rpctcp.ReadRecord(r, *c.message, maxRecord)
 	t.filling.Store(false)
-	if err != nil && isLarge {
-		<-t.large
-		<-t.client.large
+	if err == nil {
+		err = ctx.Err()
 	}
-	return call, isLarge, err
+	if err != nil {
+		t.end(&c)
+		return c, err
+	}
+	c.classify(t.client)
+	return c, nil
 }
 
-// takeLarge takes memory for a large call. While none is free, takeLarge closes connections that
-// hold memory and do not send the rest of their call, so that they cannot block other clients.
-func (t *tcpConn) takeLarge(ctx context.Context) bool {
-	retry := time.NewTicker(clockTick)
-	defer retry.Stop()
-	for {
-		select {
-		case t.large <- struct{}{}:
-			return true
-		default:
-		}
-		t.closeStalled()
-		select {
-		case t.large <- struct{}{}:
-			return true
-		case <-retry.C:
-		case <-ctx.Done():
-			return false
-		}
-	}
-}
-
-// closeStalled closes the oldest incomplete large call of the address that has the most of them.
-func (s *tcpServer) closeStalled() {
-	s.clients.Lock()
-	defer s.clients.Unlock()
+// closeStalled closes, of the client that uses the most memory, the connection that has not made
+// progress for the longest time. clients is locked.
+func (s *tcpServer) closeStalled(now int64) {
 	var stalled *tcpConn
-	most := 0
+	var most, oldest int64
 	for _, client := range s.clients.addr {
-		var oldest *tcpConn
-		n := 0
+		used := s.memory.Used(&client.nfs.memory) + s.memory.Used(&client.mount.memory)
 		for t := range client.conns {
-			if !t.filling.Load() {
+			since := t.writing.Load()
+			if since == 0 && t.filling.Load() {
+				since = t.since.Load()
+			}
+			if since == 0 || !passed(since, now, progressTimeout) {
 				continue
 			}
-			n++
-			if oldest == nil || t.since.Load() < oldest.since.Load() {
-				oldest = t
+			if stalled == nil || used > most || used == most && since < oldest {
+				stalled, most, oldest = t, used, since
 			}
 		}
-		if n > most {
-			stalled, most = oldest, n
-		}
 	}
-	if stalled == nil || time.Duration(s.clock.Load()-stalled.since.Load())*clockTick < progressTimeout {
-		return
+	if stalled != nil {
+		s.log.Debug("connection closed: other calls need its memory", "peer", stalled.peer)
+		stalled.conn.Close()
 	}
-	s.log.Debug("connection closed: incomplete large call", "peer", stalled.peer)
-	stalled.conn.Close()
 }
 
-// try executes and answers a call that does not have to wait. For other calls ok is false. try
+// try executes and answers a call that does not have to wait. For other calls done is false. try
 // returns the memory of the reply to the pool, so that an idle connection holds none.
-func (t *tcpConn) try(call *[]byte) (ok bool, err error) {
-	reply := messages.Get().(*[]byte)
-	defer messages.Put(reply)
-	out, ok := t.handler.TryServe(t.peer, *call, append((*reply)[:0], 0, 0, 0, 0))
-	if !ok {
+func (t *tcpConn) try(c *tcpCall) (done bool, err error) {
+	reply := getMessage(c.reply)
+	defer putMessage(reply)
+	out, done := t.handler.TryServe(t.peer, *c.message, append((*reply)[:0], 0, 0, 0, 0))
+	if !done {
 		return false, nil
 	}
 	*reply = out
-	messages.Put(call)
+	t.putCall(c)
 	return true, t.send(out)
 }
 
@@ -451,16 +491,20 @@ func take(ctx context.Context, tokens chan struct{}) bool {
 	}
 }
 
-// execute runs a call that may wait, and answers it.
-func (t *tcpConn) execute(ctx context.Context, call *[]byte) {
-	reply := messages.Get().(*[]byte)
-	out, err := t.handler.ServeRPC(ctx, t.peer, *call, append((*reply)[:0], 0, 0, 0, 0))
-	messages.Put(call)
+// execute runs a call that may wait, and answers it. It gives the place of the call back before it
+// writes the reply, and keeps memory for the reply only.
+func (t *tcpConn) execute(ctx context.Context, c *tcpCall) {
+	defer t.end(c)
+	reply := getMessage(c.reply)
+	defer putMessage(reply)
+	out, err := t.handler.ServeRPC(ctx, t.peer, *c.message, append((*reply)[:0], 0, 0, 0, 0))
+	t.places.Give(&c.share.places, 1)
+	t.putCall(c)
 	if err == nil {
 		*reply = out
+		t.keepMemory(c, max(smallReply, cap(out)))
 		err = t.send(out)
 	}
-	messages.Put(reply)
 	if err != nil {
 		t.conn.Close()
 	}
