@@ -9,17 +9,24 @@
 //
 // # What is where
 //
-//	serve.go  Run, Config, Server: start and end
-//	tcp.go    RPC over TCP server (RFC 5531 §11) in front of a directory
-//	proxy.go  calls from RDMA to the backend; XIDs stay; each client connection has its TCP connections
+//	serve.go    Run, Config, Server: start and end
+//	tcp.go      RPC over TCP server (RFC 5531 §11) in front of a directory
+//	tcpcall.go  a call over TCP: its memory, and bounds of its reply
+//	proxy.go    calls from RDMA to the backend; XIDs stay; each client connection has its TCP connections
 //
 // # Promises and locks
 //
 // Connections that send nothing, or only part of a call, do not keep other clients out. Each
 // connection has deadlines for its first call, for the rest of a begun call, for the next call, and
-// for taking a reply. One client address gets at most half of the connections and of the calls in
-// progress. A full server closes the connection that has been silent for the longest time. The RDMA
-// side uses nothing of the TCP side.
+// for taking a reply. One client address gets at most half of the connections. A full server closes
+// the connection that has been silent for the longest time, or that does not take its reply.
+//
+// Two resources of the TCP side are divided among client addresses (package fairshare): the places
+// of calls that are executed, and the memory of large calls and of replies. A call holds its place
+// only while it is executed, and memory until its reply is written. Clients that do not read their
+// replies therefore hold no places, and leave memory to others. When calls wait for memory, the
+// server closes the connections that have made no progress for a few seconds. Calls of MOUNT and of
+// the port mapper have a share of their own. The RDMA side uses nothing of the TCP side.
 //
 // A server that ends sends the replies of its running calls first, so that clients do not repeat
 // these calls on the next server.

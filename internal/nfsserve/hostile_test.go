@@ -198,6 +198,21 @@ func TestUnreadRepliesAreBounded(t *testing.T) {
 	})
 }
 
+// TestStalledRepliesFreeConnections opens all connections from two addresses and reads no reply.
+// After a few seconds another address must get a connection.
+func TestStalledRepliesFreeConnections(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := pipes(t, &countingHandler{size: 1})
+		for i := range maxTCPConns {
+			c := l.dial(byte(i % 2))
+			defer c.Close()
+			kit.Must(t, rpctcp.WriteRecord(c, []byte("call")))
+		}
+		time.Sleep(progressTimeout + 2*clockTick)
+		callFrom(t, l, 2, []byte("call"))
+	})
+}
+
 func TestDeadlines(t *testing.T) {
 	seconds := func(d time.Duration) int64 { return int64(d / clockTick) }
 	for _, tt := range []struct {

@@ -37,7 +37,7 @@ const (
 	writeTimeout     = 30 * time.Second // for one reply, or one call to a backend
 	memoryTimeout    = time.Minute      // wait of a call for memory
 	// A connection whose large call has not arrived, or whose reply has not left, after this time
-	// can lose its memory to another call.
+	// can lose its memory to another call, and its place to another connection.
 	progressTimeout = 3 * time.Second
 	finishTimeout   = time.Second // wait for the client to close the connection after the last reply
 
@@ -87,6 +87,7 @@ const (
 	phaseSilent  = iota // no call yet
 	phasePart           // part of a call has arrived
 	phaseWaiting        // a call waits for memory
+	phaseStalled        // the client does not take a reply; see tcpConn.rank
 	phaseIdle
 	phaseBusy // a call waits for other calls; never closed for a new connection
 )
@@ -187,19 +188,36 @@ func (s *tcpServer) admit(c net.Conn) *tcpConn {
 	return t
 }
 
-// leastUseful returns the worse of best and the client's connections: by phase, then by age. One
-// that executes calls is never closed.
+// leastUseful returns the worse of best and the client's connections: by rank, then by age. One that
+// is busy is never closed.
 func leastUseful(best *tcpConn, client *tcpClient) *tcpConn {
 	for t := range client.conns {
-		if t.running.Load() > 0 || t.phase.Load() == phaseBusy || t.writing.Load() != 0 {
+		rank := t.rank()
+		if rank == phaseBusy {
 			continue
 		}
-		if best == nil || t.phase.Load() < best.phase.Load() ||
-			t.phase.Load() == best.phase.Load() && t.since.Load() < best.since.Load() {
+		if best == nil || rank < best.rank() || rank == best.rank() && t.since.Load() < best.since.Load() {
 			best = t
 		}
 	}
 	return best
+}
+
+// rank returns the phase of the connection with regard to its calls and replies.
+func (t *tcpConn) rank() int32 {
+	switch {
+	case t.stalled():
+		return phaseStalled
+	case t.running.Load() > 0 || t.writing.Load() != 0:
+		return phaseBusy
+	}
+	return t.phase.Load()
+}
+
+// stalled reports whether the client has not taken a reply for progressTimeout.
+func (t *tcpConn) stalled() bool {
+	w := t.writing.Load()
+	return w != 0 && passed(w, t.clock.Load(), progressTimeout)
 }
 
 // passed reports whether more than limit has passed between two times of the clock.
