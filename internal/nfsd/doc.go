@@ -27,7 +27,11 @@
 // that handles survive a restart of the server. A client cannot reach a file outside the export by
 // inventing a handle, because it cannot sign it; a directory that was moved out of the export is
 // found by walking up from it. A file that a local process moves out of the export stays reachable
-// by the handles that clients have, as with the kernel's server.
+// by the handles that clients have, as with the kernel's server and no_subtree_check (exports(5)).
+// The server cannot tell where a file is: the kernel opens it by its handle without its name, the
+// path of such a descriptor is "/" until somebody looks the name up, and a file can have several
+// names. A handle with the directory of the file, as subtree_check uses it, becomes stale when the
+// file moves inside the export.
 //
 // Where the kernel does not open files by handle (the file system has no export support, or the
 // process lacks CAP_DAC_READ_SEARCH), a handle holds the inode number and the creation time. The

@@ -165,6 +165,26 @@ func TestDirectoryMovedOut(t *testing.T) {
 	})
 }
 
+// A file that is moved out of the export stays reachable by its handle, as the package comment says.
+// Without handles of the kernel, it is stale when the server has closed it.
+func TestFileMovedOut(t *testing.T) {
+	both(t, func(t *testing.T, change func(*Config)) {
+		c := start(t, change)
+		f := c.MustCreate(root, c.Root, "f", 0o644)
+		c.write(root, f, "data")
+		c.OK(os.Rename(c.path("f"), filepath.Join(t.TempDir(), "f")))
+		if got := c.read(root, f); got != "data" {
+			t.Errorf("got %q, want %q", got, "data")
+		}
+		c.s.objects.end()
+		if c.s.paths != nil {
+			c.Want(c.GetAttr(c.Ctx, root, f, new(nfs3.Attr)), unix.ESTALE)
+		} else if got := c.read(root, f); got != "data" {
+			t.Errorf("after the server has closed the file: got %q, want %q", got, "data")
+		}
+	})
+}
+
 // MNT accepts the export, directories below it, and nothing outside.
 func TestMountPoints(t *testing.T) {
 	both(t, func(t *testing.T, change func(*Config)) {

@@ -384,7 +384,7 @@ func (s *Server) object(fh *nfs3.FH) (*object, nfs3.Status) {
 }
 
 // inside reports whether a directory lies below the export's root: it may have been moved out.
-// Files are not checked: their handles are signed, and which directory a file is in is not known.
+// Files are not checked: which directories a file is in is not known; see the package comment.
 func (s *Server) inside(fd int, st *unix.Stat_t) bool {
 	if st.Mode&unix.S_IFMT != unix.S_IFDIR {
 		return true
