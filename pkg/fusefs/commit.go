@@ -1,6 +1,7 @@
 package fusefs
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"slices"
@@ -69,29 +70,15 @@ func (w *writeback) endSync() {
 	w.changed()
 }
 
-// commit sends one COMMIT for the extents that are unstable now. replayed is true when the verifier
-// changed and the data was sent again.
+// commit makes the extents stable that are unstable now. replayed is true when the verifier changed
+// and the data was sent again.
 func (fs *FS) commit(ctx context.Context, ino *inode, replays int) (replayed bool, err error) {
 	set := ino.wb.unstableNow()
 	if len(set) == 0 {
 		return false, nil
 	}
 	var res nfs3.CommitResult
-	var busy busyMark
-	defer fs.clearBusy(ino, &busy)
-	for try := 0; ; try++ {
-		fs.Counters.Commits.Add(1)
-		start := fs.callStart()
-		// Offset 0 and count 0 mean the whole file (RFC 1813 §3.3.21).
-		err = fs.client.Commit(ctx, set[0].cred, ino.fh, 0, 0, &res)
-		if fs.retryBusy(ctx, ino, &err, try, &busy) {
-			continue
-		}
-		if err == nil {
-			fs.updateCommitted(ino, &res.Wcc, start)
-		}
-		break
-	}
+	err = fs.callCommit(ctx, ino, set, &res)
 	switch {
 	case err != nil && ctx.Err() != nil:
 		return false, syscall.EINTR
@@ -110,6 +97,47 @@ func (fs *FS) commit(ctx context.Context, ino *inode, replays int) (replayed boo
 		stable = nfs3.FileSync
 	}
 	return true, fs.replay(ctx, ino, stable)
+}
+
+// callCommit sends COMMIT for the whole file with the credential of a writer of set. When the server
+// refuses this writer, for example after a chmod, callCommit goes on with the next one: a COMMIT of
+// any writer makes the data of all writers stable. The result is that of the last call.
+func (fs *FS) callCommit(ctx context.Context, ino *inode, set []*extent, res *nfs3.CommitResult) (err error) {
+	for i, e := range set {
+		tried := func(f *extent) bool { return bytes.Equal(f.cred, e.cred) }
+		if slices.ContainsFunc(set[:i], tried) {
+			continue
+		}
+		if err = fs.commitAs(ctx, e.cred, ino, res); !isRefused(err) {
+			break
+		}
+	}
+	return err
+}
+
+// isRefused reports whether the server refused a call because of its credential.
+func isRefused(err error) bool {
+	e := errno(err)
+	return e == syscall.EACCES || e == syscall.EPERM
+}
+
+// commitAs sends COMMIT with a credential, again while the server is busy.
+func (fs *FS) commitAs(ctx context.Context, cred []byte, ino *inode, res *nfs3.CommitResult) error {
+	var busy busyMark
+	defer fs.clearBusy(ino, &busy)
+	for try := 0; ; try++ {
+		fs.Counters.Commits.Add(1)
+		start := fs.callStart()
+		// Offset 0 and count 0 mean the whole file (RFC 1813 §3.3.21).
+		err := fs.client.Commit(ctx, cred, ino.fh, 0, 0, res)
+		if fs.retryBusy(ctx, ino, &err, try, &busy) {
+			continue
+		}
+		if err == nil {
+			fs.updateCommitted(ino, &res.Wcc, start)
+		}
+		return err
+	}
 }
 
 // unstableNow returns the unstable extents.
