@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"sync/atomic"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -159,7 +160,7 @@ func TestReadDirFindsPositionByName(t *testing.T) {
 	for _, tt := range []struct {
 		name  string
 		after []scriptedEntry // the directory after the change
-		want  []string        // nil for an error
+		want  []string
 	}{
 		{"earlier entry removed", list(1, "a", "c", "d", "e"), []string{"a", "b", "c", "d", "e"}},
 		{"last entry removed", list(1, "a", "b", "d", "e"), []string{"a", "b", "c", "d", "e"}},
@@ -167,21 +168,25 @@ func TestReadDirFindsPositionByName(t *testing.T) {
 		{"other cookies", list(100, "a", "b", "c", "d", "e"), []string{"a", "b", "c", "d", "e"}},
 		{"other order", list(1, "c", "a", "d", "b", "e"), []string{"a", "b", "c", "d", "e"}},
 		{"two last entries removed", list(7, "a", "d", "e"), []string{"a", "b", "c", "d", "e"}},
-		{"all entries replaced", list(1, "x", "y", "z"), nil},
+		{"all entries replaced", list(1, "x", "y", "z"), []string{"a", "b", "c", "x", "y", "z"}},
 	} {
-		for _, buffer := range []int{48, 8192} { // 48 bytes are two entries
-			t.Run(fmt.Sprintf("%s, buffer of %d bytes", tt.name, buffer), func(t *testing.T) {
+		for i, buffer := range []int{48, 8192, 48, 8192} { // 48 bytes are two entries
+			partial := i > 1 // the client does not know all names that the program got
+			t.Run(fmt.Sprintf("%s, buffer of %d bytes, partial %v", tt.name, buffer, partial), func(t *testing.T) {
 				m, s := e.mountScripted(t, mountConfig{})
 				must(t, os.MkdirAll(m.path("d"), 0o755))
 				changed := false
-				s.on(func(ctx context.Context, m *sunrpc.Message, pass func() error) error {
-					cookie := dirCookie(m)
+				s.on(func(ctx context.Context, msg *sunrpc.Message, pass func() error) error {
+					cookie := dirCookie(msg)
 					switch {
 					case !changed && cookie == 0:
-						setDirResult(m, false, list(1, "a", "b", "c")...)
+						setDirResult(msg, false, list(1, "a", "b", "c")...)
 					case !changed:
 						changed = true
-						return status(nfs3.ErrBadCookie)(ctx, m, pass)
+						for _, d := range m.fs.handles.dirs { // this call holds the mutex of the only one
+							d.returned.partial = partial
+						}
+						return status(nfs3.ErrBadCookie)(ctx, msg, pass)
 					default:
 						at := 0
 						for cookie != 0 && tt.after[at].cookie != cookie {
@@ -190,14 +195,16 @@ func TestReadDirFindsPositionByName(t *testing.T) {
 						if cookie != 0 {
 							at++
 						}
-						setDirResult(m, true, tt.after[at:]...)
+						setDirResult(msg, true, tt.after[at:]...)
 					}
 					return nil
 				}, dirProcs...)
 				got, err := readNames(t, m.path("d"), buffer)
-				if (err == nil) != (tt.want != nil) {
-					t.Fatalf("readdir: got %v, want success %v", err, tt.want != nil)
+				known := !partial || slices.ContainsFunc(tt.after, func(e scriptedEntry) bool { return e.name <= "c" })
+				if (err == nil) != known {
+					t.Fatalf("readdir: got %v, want success %v", err, known)
 				}
+				got = slices.DeleteFunc(got, func(name string) bool { return name == "0" }) // new: may be listed
 				if slices.Sort(got); err == nil && !slices.Equal(got, tt.want) {
 					t.Errorf("names: got %q, want %q", got, tt.want)
 				}
@@ -219,5 +226,37 @@ func readNames(t *testing.T, path string, buffer int) (names []string, err error
 			return names, err
 		}
 		_, _, names = unix.ParseDirent(b[:n], -1, names)
+	}
+}
+
+// TestReturnedNamesAreBounded adds names to directories until there is no room. Each then knows its
+// last names.
+func TestReturnedNamesAreBounded(t *testing.T) {
+	var all atomic.Int64
+	all.Store(maxReturnedAll - 2*returnedStep)
+	first, second := returnedNames{all: &all}, returnedNames{all: &all}
+	for i := range 3 * returnedStep {
+		first.add(fmt.Sprint(i))
+		second.add(fmt.Sprint(i))
+	}
+	for _, n := range []*returnedNames{&first, &second} {
+		known := n.sorted()
+		for i := range returnedStep / 2 {
+			if name := fmt.Sprint(3*returnedStep - 1 - i); !known.contains(name) {
+				t.Fatalf("name %s is not known", name)
+			}
+		}
+		if len(n.hashes) > returnedStep+n.room || !n.partial {
+			t.Errorf("got %d names with room for %d, partial %v; want partial", len(n.hashes), returnedStep+n.room,
+				n.partial)
+		}
+	}
+	first.free()
+	if second.add("next"); first.room != 0 || second.room != 2*returnedStep {
+		t.Errorf("room after the end of the other directory: got %d, want %d", second.room, 2*returnedStep)
+	}
+	second.free()
+	if n := all.Load(); n != maxReturnedAll-2*returnedStep {
+		t.Errorf("room in use at the end: got %d, want %d", n, maxReturnedAll-2*returnedStep)
 	}
 }

@@ -197,6 +197,7 @@ type FS struct {
 	progress     atomic.Uint64          // changes while the server accepts data
 	failure      atomic.Pointer[string] // nil while the FS works
 
+	returned    atomic.Int64 // room of returnedNames
 	reopens     reopens
 	aclCalls    aclCalls
 	aclsAhead   aclsAhead

@@ -2,7 +2,6 @@ package fusefs
 
 import (
 	"errors"
-	"slices"
 	"sync"
 	"syscall"
 
@@ -38,11 +37,11 @@ type dirHandle struct {
 	index int
 	// restarts counts the consecutive restarts without a further entry.
 	restarts int
-	// returned holds the last names that the reader got, in order; see findPosition. It is empty
-	// after seekdir(3) to a position that is not among the last ones.
-	returned []string
-	// skip holds names that the reader got before a restart.
-	skip map[string]bool
+	// returned holds the names that the reader got; see findPosition. It is empty and partial after
+	// seekdir(3) to a position that is not among the last ones.
+	returned returnedNames
+	// skip holds the names that the reader got before a restart.
+	skip nameSet
 
 	// seen holds the cookies of all calls since the start, to detect cookies that repeat.
 	seen map[uint64]struct{}
@@ -78,7 +77,7 @@ func (fs *FS) openDir(r *request, ino *inode, out *fuse.OpenOut) error {
 	if res.Access&nfs3.AccessLookup != 0 {
 		fs.allowSearch(ino, r.cred, start)
 	}
-	d := &dirHandle{id: fs.nextHandle(), ino: ino, cred: r.cred}
+	d := &dirHandle{id: fs.nextHandle(), ino: ino, cred: r.cred, returned: returnedNames{all: &fs.returned}}
 	r.keepHandle(d.id)
 	fs.inodes.open(ino)
 	err := fs.inodes.keep(ino)
@@ -105,6 +104,9 @@ func (fs *FS) ReleaseDir(in *fuse.ReleaseIn) {
 	if d != nil {
 		fs.state.freeDir(d) // before the record of the node
 		fs.inodes.close(d.ino)
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		d.returned.free()
 	}
 }
 
@@ -194,13 +196,13 @@ func (fs *FS) readDir(r *request, in *fuse.ReadIn, plus bool, add func(*dirHandl
 		for d.pos < len(d.entries) {
 			e := &d.entries[d.pos]
 			d.keepCookie()
-			if !d.skip[e.name] {
+			if !d.skip.contains(e.name) {
 				if !add(d, e) {
 					return nil
 				}
 				given = true
 				d.restarts = 0
-				d.remember(e.name)
+				d.returned.add(e.name)
 			}
 			d.advance(d.pos + 1)
 		}
@@ -226,8 +228,7 @@ func (d *dirHandle) seek(offset uint64) {
 		for i := range d.entries {
 			if d.entries[i].cookie == offset {
 				d.advance(i + 1)
-				// The reader did not get the names behind.
-				d.returned = d.returned[:slices.Index(d.returned, d.entries[i].name)+1]
+				d.returned.cutAfter(d.entries[i].name)
 				return
 			}
 		}
@@ -246,22 +247,12 @@ func (d *dirHandle) advance(pos int) {
 // rewind drops the last reply and the seen cookies.
 func (d *dirHandle) rewind(offset uint64) {
 	d.entries, d.pos, d.offset, d.eof = d.entries[:0], 0, offset, false
-	d.restarts, d.returned, d.skip = 0, d.returned[:0], nil
+	d.restarts, d.skip = 0, nil
+	d.returned.reset(offset != 0)
 	if d.index = 0; offset != 0 {
 		d.index = -1
 	}
 	clear(d.seen)
-}
-
-// maxReturned bounds the names that a restart can find the reader's position by.
-const maxReturned = 1024
-
-// remember records a name that the reader got.
-func (d *dirHandle) remember(name string) {
-	if len(d.returned) >= 2*maxReturned {
-		d.returned = append(d.returned[:0], d.returned[maxReturned:]...)
-	}
-	d.returned = append(d.returned, name)
 }
 
 // fillDir gets the entries after d.offset from the server.
@@ -295,16 +286,19 @@ func (fs *FS) restart(r *request, d *dirHandle, plus bool) error {
 	}
 }
 
-// findPosition reads from the start of the directory until the entry that the reader got last. The
-// server may have numbered the entries again, so findPosition compares names. When another client
-// has removed the last entry, the reader continues after the latest of its entries that still
-// exists. After seekdir(3) only the cookie is known.
+// findPosition reads from the start of the directory until the next entry for the reader. The server
+// may have numbered the entries again, so findPosition compares names: the next entry is the first
+// one that the reader did not get.
+//
+// If d.returned is partial, the next entry is the one behind the entry that the reader got last, or
+// behind the latest of its last entries that still exists. After seekdir(3) only the cookie is known.
 func (fs *FS) findPosition(r *request, d *dirHandle, plus bool, cookie uint64) error {
 	d.verf, d.index = nfs3.Verifier{}, -1
 	clear(d.seen)
-	order := make(map[string]int, len(d.returned)) // from 1
-	for i, name := range d.returned {
-		order[name] = i + 1
+	returned := d.returned.sorted()
+	var order map[uint64]int
+	if d.returned.partial {
+		order = d.returned.order()
 	}
 	best, bestCookie := 0, uint64(0)
 	for from := uint64(0); ; {
@@ -317,10 +311,17 @@ func (fs *FS) findPosition(r *request, d *dirHandle, plus bool, cookie uint64) e
 		}
 		for i := range d.entries {
 			e := &d.entries[i]
-			n := order[e.name]
-			if len(order) > 0 && n == len(d.returned) || len(order) == 0 && e.cookie == cookie {
-				d.pos, d.offset = i+1, e.cookie
-				d.skip = skipped(order)
+			if !d.returned.partial {
+				if !returned.contains(e.name) {
+					d.pos, d.offset, d.skip = i, from, returned
+					return nil
+				}
+				from = e.cookie
+				continue
+			}
+			n := order[nameHash(e.name)]
+			if len(order) > 0 && n == len(order) || len(order) == 0 && e.cookie == cookie {
+				d.pos, d.offset, d.skip = i+1, e.cookie, returned
 				return nil
 			}
 			if n > best {
@@ -332,21 +333,16 @@ func (fs *FS) findPosition(r *request, d *dirHandle, plus bool, cookie uint64) e
 		}
 		from = d.entries[len(d.entries)-1].cookie
 	}
-	if best == 0 {
+	switch {
+	case !d.returned.partial: // the reader got all entries
+		d.pos = len(d.entries)
+		return nil
+	case best == 0:
 		return syscall.EIO // the entries that the reader already has are unknown
 	}
-	d.offset, d.skip = bestCookie, skipped(order)
+	d.offset, d.skip = bestCookie, returned
 	clear(d.seen)
 	return fs.dirRPC(r, d, bestCookie, plus)
-}
-
-// skipped returns the set of the names in order.
-func skipped(order map[string]int) map[string]bool {
-	set := make(map[string]bool, len(order))
-	for name := range order {
-		set[name] = true
-	}
-	return set
 }
 
 // unsupported reports whether err is NFS3ERR_NOTSUPP or PROC_UNAVAIL: the server does not support

@@ -143,7 +143,8 @@ func (r *restoration) openDirs() error {
 			return err
 		}
 		r.fs.inodes.open(ino)
-		r.fs.handles.dirs[k.id] = &dirHandle{id: k.id, ino: ino, cred: cred, kept: slot, verf: k.verf}
+		r.fs.handles.dirs[k.id] = &dirHandle{id: k.id, ino: ino, cred: cred, kept: slot, verf: k.verf,
+			returned: returnedNames{all: &r.fs.returned}}
 		return nil
 	})
 }
