@@ -52,17 +52,17 @@ type request struct {
 }
 
 func (c *Client) lockLoop(ctx context.Context, req *request) error {
+	// A request of a soft mount may wait forever for a lock, but not for a reply or for the end of
+	// the grace period.
+	bounded, done := c.bound(ctx)
+	defer func() { done() }()
 	var poll time.Duration
 	for {
-		// A request of a soft mount may wait forever for a lock, but not for a reply.
-		callCtx, done := c.bound(ctx)
-		retry, err := c.lockOnce(callCtx, req)
-		err = c.result(callCtx, err)
-		done()
+		retry, err := c.lockOnce(bounded, req)
 		if retry == nil {
-			return err
+			return c.result(bounded, err)
 		}
-		delay := retry.delay
+		wait, delay := bounded, retry.delay
 		if retry.blocked {
 			times := c.times.silent
 			if c.called.Load() {
@@ -71,12 +71,21 @@ func (c *Client) lockLoop(ctx context.Context, req *request) error {
 			poll = min(max(2*poll, times.first), times.longest)
 			delay = poll
 		}
+		if !retry.grace() {
+			done()
+			wait = ctx
+		}
 		c.Counters.Pending.Add(1)
-		err = c.pause(ctx, req, retry, delay)
+		err = c.pause(wait, req, retry, delay)
 		c.Counters.Pending.Add(-1)
 		if err != nil {
-			c.Counters.Canceled.Add(1)
+			if err = c.result(wait, err); errors.Is(err, syscall.EINTR) {
+				c.Counters.Canceled.Add(1)
+			}
 			return err
+		}
+		if !retry.grace() {
+			bounded, done = c.bound(ctx)
 		}
 	}
 }
@@ -85,8 +94,11 @@ func (c *Client) lockLoop(ctx context.Context, req *request) error {
 type retry struct {
 	changed <-chan struct{} // locks of this mount
 	blocked bool            // a lock of another client
-	delay   time.Duration   // the end of the grace period
+	delay   time.Duration   // until another attempt; the only reason in the grace period
 }
+
+// grace reports whether the request waits for the server only.
+func (r *retry) grace() bool { return r.changed == nil && !r.blocked }
 
 // pause waits until another attempt makes sense. The error is EINTR.
 func (c *Client) pause(ctx context.Context, req *request, r *retry, delay time.Duration) error {
@@ -135,7 +147,8 @@ func (c *Client) lockOnce(ctx context.Context, req *request) (*retry, error) {
 		case !c.startWaiting(req.l.Owner, conflict.Owner):
 			return nil, syscall.EDEADLK
 		}
-		return &retry{changed: f.changed}, nil
+		// On a soft mount, ask again for the turn: it may be stuck in a release of that lock.
+		return &retry{changed: f.changed, delay: c.cfg.GiveUp}, nil
 	}
 	if c.full() {
 		return nil, syscall.ENOLCK
@@ -431,13 +444,16 @@ func (c *Client) ReleaseOwner(ctx context.Context, cred []byte, fh nfs3.FH, id O
 }
 
 // ReleaseOpen releases the locks, lost ones too, that were last set through an open file, whoever
-// owns them. It takes its place before later requests for the file. When ctx ends first, the
-// release goes on in the background and ReleaseOpen returns EINTR.
+// owns them. It takes its place before later requests for the file. When ctx ends first, or the
+// timeout of a soft mount, the release goes on in the background and ReleaseOpen returns EINTR or
+// GiveUpErr.
 //
 // The end of an open file must not release other locks of the owners that used it: a process may
 // have set them through another open file since, and the kernel uses the number of an open file
 // description again as soon as it is closed.
 func (c *Client) ReleaseOpen(ctx context.Context, fh nfs3.FH, open uint64) error {
+	ctx, stop := c.bound(ctx)
+	defer stop()
 	c.mu.Lock()
 	f := c.mu.files[fh]
 	if f == nil || c.mu.closed {
@@ -464,7 +480,7 @@ func (c *Client) ReleaseOpen(ctx context.Context, fh nfs3.FH, open uint64) error
 	case <-done:
 		return nil
 	case <-ctx.Done():
-		return syscall.EINTR
+		return c.result(ctx, syscall.EINTR)
 	}
 }
 
