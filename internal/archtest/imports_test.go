@@ -27,8 +27,9 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/daemon", "internal/fdstore internal/otlp internal/statuspage pkg/control pkg/metrics pkg/mount"},
 	{"pkg/doctor", "internal/rpctcp pkg/control pkg/membuf pkg/mount pkg/nfs3 " +
 		"pkg/nfs3/mountd pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
-	{"pkg/mount", "internal/backoff internal/fdstore internal/otlp internal/running internal/slotfile pkg/control " +
-		"pkg/front pkg/fusefs pkg/ledger pkg/membuf pkg/metrics pkg/nfs3 pkg/nfs3/mountd pkg/nfs3/nfsacl pkg/nlm " +
+	{"pkg/mount", "internal/backoff internal/fdstore internal/loglimit internal/otlp internal/running " +
+		"internal/slotfile pkg/control pkg/front pkg/fusefs pkg/ledger pkg/membuf pkg/metrics pkg/nfs3 " +
+		"pkg/nfs3/mountd pkg/nfs3/nfsacl pkg/nlm " +
 		"pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/virtiofs pkg/xprt"},
 	{"test/kit/mounts", "test/kit/ganesha test/kit pkg/fusefs pkg/nfs3 pkg/sunrpc"},
 	{"test/kit/ganesha", "internal/rpctcp test/kit pkg/nfs3 pkg/nfs3/mountd pkg/sunrpc"},
@@ -42,11 +43,11 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/nfsd", "internal/nlmd internal/resvport pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm pkg/sunrpc"},
 	{"internal/nlmd", "pkg/nfs3 pkg/nlm pkg/rangelock pkg/sunrpc"},
 	{"internal/svcrdma", "internal/fairshare pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
-	{"pkg/fusefs", "internal/running internal/slotfile pkg/front pkg/ledger pkg/membuf pkg/nfs3 pkg/nfs3/nfsacl " +
-		"pkg/nlm pkg/rangelock pkg/sunrpc"},
+	{"pkg/fusefs", "internal/loglimit internal/running internal/slotfile pkg/front pkg/ledger pkg/membuf pkg/nfs3 " +
+		"pkg/nfs3/nfsacl pkg/nlm pkg/rangelock pkg/sunrpc"},
 	{"pkg/virtiofs", "internal/slotfile pkg/front pkg/ledger"},
-	{"pkg/nlm", "internal/backoff internal/resvport internal/rpctcp internal/running internal/slotfile pkg/nfs3 pkg/nfs3/mountd " +
-		"pkg/rangelock pkg/sunrpc"},
+	{"pkg/nlm", "internal/backoff internal/loglimit internal/resvport internal/rpctcp internal/running " +
+		"internal/slotfile pkg/nfs3 pkg/nfs3/mountd pkg/rangelock pkg/sunrpc"},
 	{"pkg/memreg", "internal/verify pkg/membuf pkg/trace pkg/verbs"},
 	{"pkg/nfs3/nfsacl", "pkg/nfs3 pkg/sunrpc"},
 	{"pkg/nfs3/mountd", "internal/resvport internal/rpctcp pkg/nfs3 pkg/sunrpc"},
@@ -73,6 +74,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/fairshare", ""},
 	{"internal/fdstore", ""},
 	{"internal/leakcheck", ""},
+	{"internal/loglimit", ""},
 	{"internal/memfd", ""},
 	{"test/kit/collector", ""},
 	{"test/kit/power", ""},

@@ -10,6 +10,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/loglimit"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -21,8 +22,8 @@ const (
 	// cheap.
 	maxCallers     = 4096
 	maxCredentials = 1024
-	// groupsWarnInterval is the shortest time between two warnings of one kind.
-	groupsWarnInterval = time.Minute
+	// groupsWarnPause is the shortest time between two warnings of one kind.
+	groupsWarnPause = time.Minute
 )
 
 // credentials makes AUTH_SYS credentials (RFC 5531 appendix A) for callers. The kernel supplies uid
@@ -44,11 +45,11 @@ type credentials struct {
 	counters *Counters
 	log      warner
 
-	mu          sync.Mutex
-	callers     map[callerKey]caller
-	encoded     map[string][]byte // by the encoding of uid, gid and groups
-	unknownWarn time.Time         // earliest time of the next warning about unknown groups
-	cutWarn     time.Time         // and about too many groups
+	unknownLimit, cutLimit loglimit.Limiter // of warnings about unknown groups, and about too many
+
+	mu      sync.Mutex
+	callers map[callerKey]caller
+	encoded map[string][]byte // by the encoding of uid, gid and groups
 }
 
 type callerKey struct{ pid, uid, gid uint32 }
@@ -65,7 +66,8 @@ func newCredentials(counters *Counters, log warner) *credentials {
 		machine = "localhost"
 	}
 	return &credentials{machine: machine, counters: counters, log: log, callers: make(map[callerKey]caller),
-		encoded: make(map[string][]byte)}
+		encoded: make(map[string][]byte), unknownLimit: loglimit.Limiter{Pause: groupsWarnPause},
+		cutLimit: loglimit.Limiter{Pause: groupsWarnPause}}
 }
 
 // of returns the credential of a caller.
@@ -90,15 +92,12 @@ func (c *credentials) of(uid, gid, pid uint32) []byte {
 	case err != nil:
 		groups = nil
 		c.counters.GroupsUnknown.Add(1)
-		if c.mayWarn(&c.unknownWarn, now) {
-			c.log.Warn("groups of a process are unknown; its calls have none", "pid", pid, "uid", uid, "error", err)
-		}
+		c.unknownLimit.Log(c.log.Warn, "groups of a process are unknown; its calls have none", "pid", pid, "uid", uid,
+			"error", err)
 	case more > 0:
 		c.counters.GroupsCut.Add(1)
-		if c.mayWarn(&c.cutWarn, now) {
-			c.log.Warn("process has too many groups for AUTH_SYS; its calls have the first 16", "pid", pid, "uid", uid,
-				"groups", len(groups)+more)
-		}
+		c.cutLimit.Log(c.log.Warn, "process has too many groups for AUTH_SYS; its calls have the first 16", "pid", pid,
+			"uid", uid, "groups", len(groups)+more)
 	}
 
 	c.mu.Lock()
@@ -109,17 +108,6 @@ func (c *credentials) of(uid, gid, pid uint32) []byte {
 	}
 	c.callers[key] = caller{cred, now.Add(groupsAge)}
 	return cred
-}
-
-// mayWarn reports whether to log now, and sets the time of the next warning.
-func (c *credentials) mayWarn(next *time.Time, now time.Time) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if now.Before(*next) {
-		return false
-	}
-	*next = now.Add(groupsWarnInterval)
-	return true
 }
 
 // encode returns the encoded credential. The caller holds mu.

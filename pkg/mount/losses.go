@@ -41,6 +41,13 @@ func (s *mountStack) lost(l fusefs.Loss) {
 		s.dir, "fileid", l.FileID, "handle", l.Handle, "offset", l.Offset, "end", l.End, "bytes", l.Bytes)
 }
 
+// invalidReply logs a reply that breaks NFSv3. The server controls the number of these replies; a
+// metric counts each.
+func (s *mountStack) invalidReply(reason string) {
+	s.invalid.Log(s.shared.log.Warn, "invalid reply from server; the request fails", "spec", s.spec.String(),
+		"dir", s.dir, "reason", reason)
+}
+
 // failed logs a panic of the file system of the mount.
 func (s *mountStack) failed(reason string, stack []byte) {
 	s.shared.log.Error("file system failed; unmount it and report the stack", "spec", s.spec.String(), "dir", s.dir,

@@ -16,6 +16,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/loglimit"
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/front"
@@ -76,7 +77,7 @@ type mountStack struct {
 	keeper     *keeper   // nil if the mount ends with the process
 	aborted    atomic.Bool
 	stallFinder
-	invalid atomic.Int64 // last log of an invalid reply, in nanoseconds after epoch
+	invalid loglimit.Limiter
 
 	unmounts struct {
 		sync.Mutex

@@ -13,6 +13,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/loglimit"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rangelock"
 )
@@ -121,6 +122,7 @@ type Client struct {
 	detached atomic.Bool // the journal must not change anymore
 
 	stateLogged atomic.Bool // a failed record was logged
+	limits      logLimits
 
 	ctx     context.Context // ends with Close
 	cancel  context.CancelFunc
@@ -146,6 +148,9 @@ type Client struct {
 		closed  bool
 	}
 }
+
+// logLimits bound the messages whose number the server controls. Metrics count each event.
+type logLimits struct{ unlock, noService, reclaim, lost loglimit.Limiter }
 
 // A lockKey names an owner of locks and their file.
 type lockKey struct {

@@ -428,7 +428,7 @@ func (c *Client) unlockCall(ctx context.Context, f *file, o *owner, cred []byte,
 		}
 		if stat != DeniedGracePeriod {
 			if stat != Granted {
-				c.log.Warn("unlock failed", "server", c.cfg.Host, "status", stat)
+				c.limits.unlock.Log(c.log.Warn, "unlock failed", "server", c.cfg.Host, "status", stat)
 			}
 			return nil
 		}
@@ -618,7 +618,7 @@ func (c *Client) call(ctx context.Context, f *file, proc Proc, cred []byte, a *A
 		return syscall.EINTR
 	}
 	if !c.logged.Swap(true) {
-		c.log.Error("locks fail with ENOLCK", "reason", err)
+		c.limits.noService.Log(c.log.Error, "locks fail with ENOLCK", "reason", err)
 	}
 	return syscall.ENOLCK
 }

@@ -88,7 +88,7 @@ func (c *Client) reclaimAll(r restart, turns map[*file]*interrupted) {
 	c.mu.Unlock()
 	held := c.Counters.Held.Load()
 	if held > 0 {
-		c.log.Info("reclaiming locks", "server", c.cfg.Host, "reason", r.reason, "locks", held)
+		c.limits.reclaim.Log(c.log.Info, "reclaiming locks", "server", c.cfg.Host, "reason", r.reason, "locks", held)
 	}
 	for _, f := range files {
 		x := turns[f]
@@ -169,9 +169,9 @@ func (c *Client) lose(f *file, l Lock, stat Stat, err error) {
 	if err != nil {
 		cause = err
 	}
-	c.log.Error("lock lost: the server did not return it; I/O through its owner fails with EIO until the owner "+
-		"unlocks or closes the file", "server", c.cfg.Host, "pid", l.PID, "start", l.Start, "end", l.End,
-		"cause", cause)
+	c.limits.lost.Log(c.log.Error, "lock lost: the server did not return it; I/O through its owner fails with EIO "+
+		"until the owner unlocks or closes the file", "server", c.cfg.Host, "pid", l.PID, "start", l.Start,
+		"end", l.End, "cause", cause)
 	if c.cfg.Lost != nil {
 		c.cfg.Lost(f.fh, l.Owner)
 	}

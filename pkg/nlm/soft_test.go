@@ -1,14 +1,19 @@
 package nlm_test
 
 import (
+	"bytes"
 	"context"
+	"strings"
 	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"github.com/hashicorp/go-hclog"
+
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // invalidReplies are replies that do not end a request.
@@ -74,4 +79,44 @@ func TestSoftRequestsEnd(t *testing.T) {
 			})
 		})
 	}
+}
+
+// TestMessagesOfServerAreLimited checks that a server cannot fill the log with lost locks and
+// failed unlocks.
+func TestMessagesOfServerAreLimited(t *testing.T) {
+	const n = 50
+	bubble(t, func(t *testing.T, s *lockServer) {
+		var out bytes.Buffer
+		c := s.client(func(cfg *nlm.Config) { cfg.Logger = hclog.New(&hclog.LoggerOptions{Output: &out}) })
+		fail := func() {
+			s.setAnswer(func(c *call) reply {
+				if c.proc == nlm.ProcUnlock {
+					return c.stat(nlm.DeniedNoLocks)
+				}
+				return pass
+			})
+			for i := range uint64(n) {
+				mustLock(t, c, exclusive(alice, 2*i, 2*i))
+				mustUnlock(t, c, alice, 2*i, 2*i)
+				mustLock(t, c, exclusive(bob, 2*i+1, 2*i+1))
+			}
+			s.setAnswer(func(c *call) reply { return c.stat(nlm.DeniedNoLocks) })
+			s.dropConnections()
+			kit.Eventually(t, "lost locks", func() bool { return c.Counters.Held.Load() == 0 })
+			release(t, c, bob)
+		}
+		fail()
+		s.restart(0)
+		time.Sleep(time.Minute)
+		fail()
+		synctest.Wait()
+		for _, message := range []string{"unlock failed", "lock lost"} {
+			if got := strings.Count(out.String(), message); got != 2 {
+				t.Errorf("messages %q: got %d, want 2", message, got)
+			}
+		}
+		if got := strings.Count(out.String(), "omitted="); got != 2 {
+			t.Errorf("messages with the number of those left out: got %d, want 2", got)
+		}
+	})
 }
