@@ -128,6 +128,9 @@ type Client struct {
 	cancel  context.CancelFunc
 	work    sync.WaitGroup
 	restart chan restart // capacity 1
+	// connected has capacity 1: the link has a new connection
+	connected chan struct{}
+	mapper    int // port of the port mapper of the server, for tests; 0 means 111
 	// reclaimed is the number of lost connections before the last recovery that reclaimed all
 	// locks. Only run uses it.
 	reclaimed uint64
@@ -145,6 +148,7 @@ type Client struct {
 		waits   map[Owner]Owner     // local requests that wait for a lock of another owner
 		pending map[*pending]struct{}
 		lost    map[nfs3.FH][]uint64 // open files with lost locks
+		state   serverState
 		closed  bool
 	}
 }
@@ -201,8 +205,10 @@ func New(cfg Config) *Client {
 	if cfg.Logger == nil {
 		cfg.Logger = hclog.NewNullLogger()
 	}
-	c := &Client{cfg: cfg, log: cfg.Logger, times: defaultTimes, restart: make(chan restart, 1)}
+	c := &Client{cfg: cfg, log: cfg.Logger, times: defaultTimes, restart: make(chan restart, 1),
+		connected: make(chan struct{}, 1)}
 	c.link = newLink(&c.cfg, c.connectionLost)
+	c.link.made = c.connectionMade
 	c.addr, _ = netip.ParseAddr(cfg.Host)
 	c.addr = c.addr.Unmap().WithZone("") // as the service sees it
 	_, _ = rand.Read(c.instance[:])      // never fails

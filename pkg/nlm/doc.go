@@ -10,6 +10,7 @@
 //	lock.go      Lock, Unlock, Test; canceled requests
 //	pending.go   blocked requests and GRANTED
 //	recover.go   restart of a server: reclaimed and lost locks
+//	notice.go    verification of notices of a restart
 //	state.go     State: locks that the next process restores
 //	record.go    records of a State
 //	restore.go   restored locks, interrupted requests, Detach
@@ -32,8 +33,9 @@
 //
 // When a server may have restarted, the client reclaims all locks. Reasons are a notice of NSM, a
 // lost connection, and [Client.Restarted]. A lock that another client took meanwhile is lost. After
-// a notice of NSM, each lock that the server does not let reclaim is lost, unless the connection
-// shows that the server has not restarted since the locks were set or reclaimed.
+// a notice of NSM, each lock that the server does not let reclaim is lost, unless the connection or
+// the status monitor of the server shows that the server has not restarted since the locks were set
+// or reclaimed.
 //
 // A [Client] with a [State] leaves its locks to the client of the next process, after
 // [Client.Detach] and after SIGKILL. A request is recorded before it is sent, and its result before

@@ -90,3 +90,15 @@ func (s *Service) Active() bool { return s.active() }
 
 // AppendNotify appends the arguments of SM_NOTIFY.
 func AppendNotify(b []byte, host string, state uint32) []byte { return AppendFreeAll(b, host, state) }
+
+// SetServerMapper makes the client ask another port mapper for the status monitor of the server.
+func (c *Config) SetServerMapper(port int) {
+	times := c.times
+	c.times = func(c *Client) {
+		times(c)
+		c.mapper = port
+	}
+}
+
+// KnowsState reports whether the client knows the state number of the server.
+func (c *Client) KnowsState() bool { return c.knownState().known }

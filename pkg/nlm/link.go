@@ -62,6 +62,7 @@ type link struct {
 	watchers sync.WaitGroup // one goroutine for each connection and each call
 
 	lost func(error) // called after each lost connection
+	made func()      // called after each new connection
 	// dial is resvport.Dial, or DialAny with AnySourcePort. Tests change it.
 	dial func(ctx context.Context, addr string) (net.Conn, error)
 }
@@ -209,6 +210,9 @@ func (l *link) get(ctx context.Context) (*rpctcp.Client, error) {
 	}) {
 		l.drop(conn)
 		return nil, rpctcp.ErrClosed
+	}
+	if l.made != nil {
+		l.made()
 	}
 	return conn, nil
 }

@@ -8,6 +8,7 @@ const (
 	nsmVersion = 1
 
 	nsmNull   = 0
+	nsmStat   = 1
 	nsmMon    = 2
 	nsmUnmon  = 3
 	nsmNotify = 6
@@ -33,8 +34,11 @@ func appendUnmon(b []byte, host string, c *monitorCall) []byte {
 	return sunrpc.AppendUint32(sunrpc.AppendUint32(sunrpc.AppendUint32(b, c.prog), c.vers), c.proc)
 }
 
-// parseMonRes decodes the results of SM_MON: whether the monitor accepted it, and the state number
-// of this host.
+// appendStat appends the arguments of SM_STAT: a host that the monitor could monitor.
+func appendStat(b []byte, host string) []byte { return sunrpc.AppendString(b, host) }
+
+// parseMonRes decodes the results of SM_MON and SM_STAT: whether the monitor accepted the call, and
+// the state number of its host.
 func parseMonRes(b []byte) (ok bool, state uint32, err error) {
 	d := sunrpc.NewDecoder(b)
 	res := d.Uint32()

@@ -25,6 +25,8 @@ const (
 
 	loopback     = "127.0.0.1"
 	localTimeout = 3 * time.Second // for calls to services of this host
+	// for a question to the status monitor of a server; a firewall may drop it
+	remoteTimeout = 5 * time.Second
 )
 
 // localCall makes one call to a service of this host, from a reserved port if possible: the port

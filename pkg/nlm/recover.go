@@ -9,7 +9,8 @@ import (
 // A restart is a reason to reclaim the locks.
 type restart struct {
 	reason string
-	// certain means that the server has restarted, unless its connection shows the opposite.
+	// certain means that the server has restarted, unless its connection or its status monitor shows
+	// the opposite.
 	// Otherwise it may have restarted: a lock that the server grants again without reclaim then
 	// counts as kept.
 	certain bool
@@ -41,6 +42,14 @@ func (c *Client) connectionLost(err error) {
 	c.trigger(restart{reason: "lock connection lost"})
 }
 
+// connectionMade is called by the link.
+func (c *Client) connectionMade() {
+	select {
+	case c.connected <- struct{}{}:
+	default:
+	}
+}
+
 // run reclaims the locks after a restart of the server. While locks are held, it also keeps the
 // connection in use: its end shows a restart.
 func (c *Client) run() {
@@ -53,9 +62,13 @@ func (c *Client) run() {
 			return
 		case r := <-c.restart:
 			c.recover(r)
+			c.learnState()
+		case <-c.connected:
+			c.learnState()
 		case <-keepAlive.C:
 			if c.Counters.Held.Load() > 0 {
 				_, _ = c.link.call(c.ctx, ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
+				c.learnState()
 			}
 		}
 	}
@@ -64,10 +77,10 @@ func (c *Client) run() {
 // recover reclaims all locks and makes blocked requests ask again.
 func (c *Client) recover(r restart) {
 	if r.certain {
-		// A notice is late or forged if the connection shows that the server has not restarted
-		// since the locks were set or reclaimed.
+		// A notice is late or forged if the connection, or the status monitor of the server, shows
+		// that the server has not restarted since the locks were set or reclaimed.
 		_, _ = c.link.call(c.ctx, ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
-		r.certain = c.link.losses() != c.reclaimed
+		r.certain = c.link.losses() != c.reclaimed && c.hasRestarted()
 	}
 	c.reclaimAll(r, nil)
 }

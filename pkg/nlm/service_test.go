@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nlmd"
+	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
@@ -162,6 +163,61 @@ func TestNoticeWithoutRestartKeepsLocks(t *testing.T) {
 	s.restart(time.Hour)
 	kit.Eventually(t, "reclaim", func() bool { return c.Counters.Reclaimed.Load() == 1 })
 	keeps(5)
+}
+
+// A statusMonitor is the status monitor of a server. It replies to SM_STAT.
+type statusMonitor struct{ state atomic.Uint32 }
+
+func startStatusMonitor(t *testing.T, m *portMapper) *statusMonitor {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	kit.Must(t, err)
+	monitor, done := &statusMonitor{}, make(chan struct{})
+	go func() {
+		defer close(done)
+		for conn, err := l.Accept(); err == nil; conn, err = l.Accept() {
+			if message, err := rpctcp.ReadRecord(conn, nil, nlm.MaxMessage); err == nil {
+				h, _, _ := sunrpc.ParseCall(message)
+				reply := sunrpc.AppendUint32(sunrpc.AppendAcceptedReply(nil, h.XID, sunrpc.Success), 0)
+				_ = rpctcp.WriteRecord(conn, sunrpc.AppendUint32(reply, monitor.state.Load()))
+			}
+			conn.Close()
+		}
+	}()
+	t.Cleanup(func() {
+		l.Close()
+		<-done
+	})
+	m.set(nlmd.ProgramNSM, nlmd.VersionNSM, uint32(l.Addr().(*net.TCPAddr).Port))
+	return monitor
+}
+
+// TestForgedNoticeKeepsLocks delivers a forged notice after the end of an idle connection. The state
+// number in it is that of the server, which anyone can ask for. Then the server restarts.
+func TestForgedNoticeKeepsLocks(t *testing.T) {
+	service, mapper := startService(t, startPortMapper(t)), startPortMapper(t)
+	monitor := startStatusMonitor(t, mapper)
+	monitor.state.Store(3)
+	s := startLockServer(t)
+	c := s.client(func(cfg *nlm.Config) {
+		cfg.Service = service
+		cfg.SetServerMapper(mapper.port)
+	})
+	service.WaitReady()
+	mustLock(t, c, exclusive(alice, 0, 9))
+	kit.Eventually(t, "state number", c.KnowsState)
+	s.dropConnections()
+	kit.Eventually(t, "check of the lock", func() bool { return s.count(nlm.ProcLock) >= 3 })
+	notify(t, service, "127.0.0.1:700", 3)
+	kit.Eventually(t, "check of the lock", func() bool {
+		return s.count(nlm.ProcLock) >= 5 || c.Counters.Lost.Load() > 0
+	})
+	if c.Counters.Lost.Load() != 0 {
+		t.Fatal("the lock was lost after a forged notice")
+	}
+	monitor.state.Store(5)
+	notify(t, service, "127.0.0.1:700", 5)
+	kit.Eventually(t, "lost lock", func() bool { return c.Lost(fh, alice.ID) })
 }
 
 // TestServiceWithoutPortMapper checks that a host without a port mapper polls.
