@@ -7,14 +7,16 @@ import (
 	"sync"
 )
 
-// Bounds of the connections of one user other than root and the user of the daemon, so that no
-// member of the control group can use all file descriptors of the daemon.
+// Bounds of the connections of users other than root and the user of the daemon, so that the members
+// of the control group cannot use all file descriptors of the daemon.
 const (
-	// maxServed is the number of connections that are served at a time. Requests on further ones
-	// get an error.
+	// maxServed is the number of connections of one user that are served at a time. Requests on
+	// further ones get an error.
 	maxServed = 32
-	// maxAccepted is the number of connections at a time. Further ones are closed.
+	// maxAccepted is the number of connections of one user at a time. Further ones are closed.
 	maxAccepted = 2 * maxServed
+	// maxOthers is the number of connections of all these users at a time. Further ones are closed.
+	maxOthers = 256
 )
 
 // A peerConn is a connection that a [Listener] accepted.
@@ -37,21 +39,23 @@ func (c *peerConn) Close() (err error) {
 
 // connCounts counts the connections of users.
 type connCounts struct {
-	mu    sync.Mutex // guards byUID
+	mu    sync.Mutex // guards the fields below
 	byUID map[uint32]int
+	all   int
 }
 
 // add counts a connection and returns the number of connections of its user. It counts no
-// connection above maxAccepted.
+// connection above maxAccepted and maxOthers, for which it returns more than maxAccepted.
 func (c *connCounts) add(uid uint32) int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.byUID == nil {
 		c.byUID = make(map[uint32]int)
 	}
-	if c.byUID[uid] == maxAccepted {
+	if c.byUID[uid] == maxAccepted || c.all == maxOthers {
 		return maxAccepted + 1
 	}
+	c.all++
 	c.byUID[uid]++
 	return c.byUID[uid]
 }
@@ -59,13 +63,14 @@ func (c *connCounts) add(uid uint32) int {
 func (c *connCounts) remove(uid uint32) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.all--
 	if c.byUID[uid]--; c.byUID[uid] == 0 {
 		delete(c.byUID, uid)
 	}
 }
 
-// Accept waits for a connection. It bounds the connections of each user other than root and the
-// user of this process: see maxServed and maxAccepted.
+// Accept waits for a connection. It bounds the connections of users other than root and the user of
+// this process: see maxServed, maxAccepted and maxOthers.
 func (s *Listener) Accept() (net.Conn, error) {
 	for {
 		conn, err := s.Listener.Accept()

@@ -82,3 +82,53 @@ func TestConnectionsOfUserAreBounded(t *testing.T) {
 		t.Errorf("counts: got %v, want none of users without connections", l.conns.byUID)
 	}
 }
+
+// TestConnectionsOfGroupAreBounded connects as many members of the group, each within the limit of
+// one user. Root can still connect, and members can when connections have ended.
+func TestConnectionsOfGroupAreBounded(t *testing.T) {
+	kit.NeedsRoot(t)
+	l, _, path := groupListener(t, "5000")
+	defer l.Close()
+	defer l.Release()
+	connect := func(uid int) net.Conn {
+		t.Helper()
+		c, err := dialAs(path, uid, 5000, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { c.Close() })
+		return c
+	}
+	var accepted []net.Conn
+	accept := func(uid uint32) {
+		t.Helper()
+		c, err := l.Accept()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if p := c.(*peerConn); p.peer.uid != uid {
+			t.Fatalf("connection %d: got uid %d, want %d", len(accepted), p.peer.uid, uid)
+		}
+		accepted = append(accepted, c)
+	}
+	for n := range maxOthers {
+		uid := 1000 + n/maxServed
+		connect(uid)
+		accept(uint32(uid))
+	}
+	excess := connect(3000)
+	connect(0)
+	accept(0) // also closes the connection before it
+	if n, err := excess.Read(make([]byte, 1)); n != 0 || err == nil {
+		t.Errorf("connection above the limit: got %d bytes and error %v, want its end", n, err)
+	}
+	accepted[0].Close()
+	connect(3000)
+	accept(3000)
+	for _, c := range accepted {
+		c.Close()
+	}
+	if n := l.conns.all; n != 0 {
+		t.Errorf("connections at the end: got %d, want 0", n)
+	}
+}
