@@ -225,8 +225,8 @@ func shownOutput(t *testing.T, text, page, line string) []string {
 	return strings.Split(m[2], "\n")
 }
 
-// varying matches what differs between runs: numbers, and the width of columns.
-var varying = regexp.MustCompile(`[\d.]+|\s+`)
+// varying matches what differs between runs: durations, other numbers, and the width of columns.
+var varying = regexp.MustCompile(`[\d.]+ (ms|s)\b|[\d.]+|\s+`)
 
 // missingLines returns the shown lines that output does not have.
 func missingLines(shown []string, output string) (missing []string) {
