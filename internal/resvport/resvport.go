@@ -17,7 +17,8 @@ import (
 	"time"
 
 	"github.com/hashicorp/go-hclog"
-	"golang.org/x/time/rate"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/loglimit"
 )
 
 // Limit is the first port that is not reserved (IPPORT_RESERVED).
@@ -86,7 +87,7 @@ func shareConn(_, _ string, c syscall.RawConn) (err error) {
 type Rule struct {
 	off     bool
 	log     hclog.Logger
-	refusal rate.Sometimes
+	refusal loglimit.Limiter
 }
 
 // NewRule returns a rule, or one that permits every port if off is set. It warns if every user of
@@ -96,7 +97,7 @@ func NewRule(off bool, log hclog.Logger) *Rule {
 		log.Warn("every user of this host can use a source port below 1024, and so act as any user; set the sysctl "+
 			"to 1024", "net.ipv4.ip_unprivileged_port_start", n)
 	}
-	return &Rule{off: off, log: log, refusal: rate.Sometimes{First: 1, Interval: time.Minute}}
+	return &Rule{off: off, log: log, refusal: loglimit.Limiter{Pause: time.Minute}}
 }
 
 // Permits reports whether calls of peer may be executed, and logs refusals once a minute.
@@ -104,10 +105,8 @@ func (r *Rule) Permits(peer netip.AddrPort) bool {
 	if r.off || peer.Port() < Limit {
 		return true
 	}
-	r.refusal.Do(func() {
-		r.log.Warn("call refused: the source port is not below 1024; mount as root with the option resvport, or "+
-			"start the server with --insecure", "peer", peer)
-	})
+	r.refusal.Log(r.log.Warn, "call refused: the source port is not below 1024; mount as root with the option "+
+		"resvport, or start the server with --insecure", "peer", peer)
 	return false
 }
 
