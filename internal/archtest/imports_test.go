@@ -82,6 +82,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/reference", ""},
 	{"internal/running", ""},
 	{"internal/screen", ""},
+	{"internal/share", ""},
 	{"internal/verify", ""},
 	{"pkg/ledger", ""},
 	{"pkg/rangelock", ""},

@@ -41,6 +41,26 @@ func AppendAuthSys(b []byte, a *AuthSys) []byte {
 	return b
 }
 
+// Nobody is the uid of a credential that names no user.
+const Nobody = 65534
+
+// CredUID returns the uid in an encoded AUTH_SYS credential, or Nobody for another one.
+func CredUID(cred []byte) (uid uint32) {
+	d := NewDecoder(cred)
+	return AuthUID(d.auth())
+}
+
+// AuthUID is CredUID for the flavor and the body of a credential.
+func AuthUID(flavor uint32, body []byte) (uid uint32) {
+	d := NewDecoder(body)
+	d.Uint32() // stamp
+	d.Opaque(MaxMachineName)
+	if uid = d.Uint32(); flavor != FlavorSys || d.err != nil {
+		return Nobody
+	}
+	return uid
+}
+
 // AppendAuthNone appends the AUTH_NONE credential or verifier: flavor 0 and an empty body (RFC 5531
 // §10.1).
 func AppendAuthNone(b []byte) []byte {

@@ -84,6 +84,14 @@ func TestAuthSysIsTruncatedToLimits(t *testing.T) {
 		if d.Err() != nil || d.Remaining() != 0 || !reflect.DeepEqual(got, x.want) {
 			t.Errorf("%s: got %+v, error %v; want %+v", x.name, got, d.Err(), x.want)
 		}
+		if uid := CredUID(b); uid != x.want.UID {
+			t.Errorf("%s: got uid %d, want %d", x.name, uid, x.want.UID)
+		}
+		for _, other := range [][]byte{nil, b[:16], AppendAuthNone(nil), append([]byte{1}, b[1:]...)} {
+			if uid := CredUID(other); uid != Nobody {
+				t.Errorf("%s: credential %x: got uid %d, want %d", x.name, other, uid, Nobody)
+			}
+		}
 	}
 }
 
