@@ -10,6 +10,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/share"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rangelock"
@@ -28,7 +29,8 @@ const (
 	nsmNotify = 6
 )
 
-// Limits, for which a client gets NLM4_DENIED_NOLOCKS.
+// Limits, for which a client gets NLM4_DENIED_NOLOCKS. A user of a client gets at most half of the
+// locks of the client: see share.Limit.
 const (
 	maxLocks       = 1 << 16
 	maxClientLocks = maxLocks / 4 // of one client address
@@ -55,6 +57,12 @@ type owner struct {
 
 type lock = rangelock.Lock[owner]
 
+// A holder is an owner that has locks.
+type holder struct {
+	uid   uint32 // of the user who set the first lock
+	locks int
+}
+
 // A Server holds the locks of one export. Its methods may be called concurrently.
 type Server struct {
 	cfg   Config
@@ -63,7 +71,8 @@ type Server struct {
 
 	mu      sync.Mutex // guards the fields below
 	files   map[nfs3.FH]*rangelock.Table[owner]
-	clients map[netip.Addr]int // locks
+	holders map[owner]*holder
+	clients map[netip.Addr]*share.Limit // locks by user
 	locks   int
 	held    bool // StateFile exists
 }
@@ -71,7 +80,7 @@ type Server struct {
 // New returns a Server.
 func New(cfg Config) *Server {
 	s := &Server{cfg: cfg, log: cfg.Logger, files: make(map[nfs3.FH]*rangelock.Table[owner]),
-		clients: make(map[netip.Addr]int)}
+		holders: make(map[owner]*holder), clients: make(map[netip.Addr]*share.Limit)}
 	if s.log == nil {
 		s.log = hclog.NewNullLogger()
 	}
@@ -151,7 +160,7 @@ func (s *Server) freed(peer netip.Addr, name string, err error, h *sunrpc.CallHe
 	for fh, table := range s.files {
 		for _, l := range table.All() {
 			if l.Owner.addr == peer && l.Owner.caller == name {
-				s.change(fh, table, peer, func() { table.Clear(l.Owner, l.Start, l.End) })
+				s.change(fh, table, l.Owner, 0, func() { table.Clear(l.Owner, l.Start, l.End) })
 			}
 		}
 	}
@@ -171,6 +180,7 @@ func (s *Server) execute(peer netip.Addr, h *sunrpc.CallHeader, proc nlm.Proc, f
 	l := lock{Exclusive: a.Exclusive, PID: a.Region.SVID,
 		Owner: owner{addr: peer, caller: a.Region.Caller, svid: a.Region.SVID, oh: string(a.Region.OH)}}
 	l.Start, l.End = a.Region.Range()
+	uid := sunrpc.AuthUID(h.CredFlavor, h.Cred)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	table := s.files[*fh]
@@ -190,13 +200,13 @@ func (s *Server) execute(peer netip.Addr, h *sunrpc.CallHeader, proc nlm.Proc, f
 			res.Holder.Offset, res.Holder.Length = r.Offset, r.Length
 		}
 	case nlm.ProcLock:
-		res.Stat = s.lock(*fh, table, &l, a)
+		res.Stat = s.lock(*fh, table, &l, uid, a)
 	case nlm.ProcUnlock:
-		if s.full(peer) && table.Splits(l.Owner, l.Start, l.End) {
+		if table.Splits(l.Owner, l.Start, l.End) && s.full(l.Owner, uid) {
 			res.Stat = nlm.DeniedNoLocks
 			return
 		}
-		s.change(*fh, table, peer, func() { table.Clear(l.Owner, l.Start, l.End) })
+		s.change(*fh, table, l.Owner, uid, func() { table.Clear(l.Owner, l.Start, l.End) })
 	}
 }
 
@@ -209,7 +219,7 @@ func (s *Server) graceStat(reclaim bool) nlm.Stat {
 }
 
 // lock executes LOCK. mu is held.
-func (s *Server) lock(fh nfs3.FH, table *rangelock.Table[owner], l *lock, a *nlm.Args) nlm.Stat {
+func (s *Server) lock(fh nfs3.FH, table *rangelock.Table[owner], l *lock, uid uint32, a *nlm.Args) nlm.Stat {
 	if stat := s.graceStat(a.Reclaim); stat != nlm.Granted {
 		return stat
 	}
@@ -218,35 +228,66 @@ func (s *Server) lock(fh nfs3.FH, table *rangelock.Table[owner], l *lock, a *nlm
 		return nlm.Blocked
 	case table.Conflict(l) != nil:
 		return nlm.Denied
-	case s.full(l.Owner.addr):
+	case s.full(l.Owner, uid):
 		return nlm.DeniedNoLocks
 	}
 	if err := s.noteHeld(); err != nil {
 		s.log.Error("lock refused: cannot record that locks are held", "file", s.cfg.StateFile, "error", err)
 		return nlm.DeniedNoLocks
 	}
-	s.change(fh, table, l.Owner.addr, func() { table.Set(*l) })
+	s.change(fh, table, l.Owner, uid, func() { table.Set(*l) })
 	return nlm.Granted
 }
 
-// full reports whether a client gets no more locks. mu is held.
-func (s *Server) full(client netip.Addr) bool {
-	return s.locks >= maxLocks || s.clients[client] >= maxClientLocks
+// full reports whether an owner gets no more locks. uid is that of its user. mu is held.
+func (s *Server) full(id owner, uid uint32) bool {
+	if h := s.holders[id]; h != nil {
+		uid = h.uid
+	}
+	client := s.clients[id.addr]
+	if s.locks >= maxLocks || client != nil && client.Take(uid) != nil {
+		return true
+	}
+	if client != nil {
+		client.Release(uid) // change counts the lock
+	}
+	return false
 }
 
-// change runs one change of a table and keeps the counts. mu is held.
-func (s *Server) change(fh nfs3.FH, table *rangelock.Table[owner], client netip.Addr, do func()) {
+// change runs one change of the locks of an owner and keeps the counts. mu is held.
+func (s *Server) change(fh nfs3.FH, table *rangelock.Table[owner], id owner, uid uint32, do func()) {
 	before := table.Len()
 	do()
-	d := table.Len() - before
-	s.locks += d
-	if s.clients[client] += d; s.clients[client] == 0 {
-		delete(s.clients, client)
-	}
+	s.count(id, uid, table.Len()-before)
 	if table.Len() == 0 {
 		delete(s.files, fh)
 	} else {
 		s.files[fh] = table
+	}
+}
+
+// count adds n to the locks of an owner. mu is held.
+func (s *Server) count(id owner, uid uint32, n int) {
+	if n == 0 {
+		return
+	}
+	h, client := s.holders[id], s.clients[id.addr]
+	if h == nil {
+		h = &holder{uid: uid}
+		s.holders[id] = h
+	}
+	if client == nil {
+		client = share.New("locks of client "+id.addr.String(), maxClientLocks)
+		client.Warn = func(msg string, args ...any) { s.log.Warn(msg, args...) }
+		s.clients[id.addr] = client
+	}
+	s.locks += n
+	client.Add(h.uid, n)
+	if h.locks += n; h.locks == 0 {
+		delete(s.holders, id)
+	}
+	if client.Used() == 0 {
+		delete(s.clients, id.addr)
 	}
 }
 

@@ -152,18 +152,60 @@ func FuzzServe(f *testing.F) {
 	})
 }
 
-// TestLocksOfOneClientAreLimited locks, and unlocks parts of locks, when the client has as many locks
-// as it may have. Another client still gets locks.
-func TestLocksOfOneClientAreLimited(t *testing.T) {
+// asUser is call with the credential of a user.
+func asUser(t *testing.T, s *Server, peer netip.Addr, uid uint32, proc nlm.Proc, r nlm.Region) nlm.Stat {
+	t.Helper()
+	cred := sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{UID: uid})
+	h := sunrpc.CallHeader{XID: 7, Prog: nlm.Program, Vers: nlm.Version, Proc: uint32(proc),
+		CredFlavor: sunrpc.FlavorSys, Cred: cred[2*sunrpc.SizeUint32:]}
+	args := nlm.AppendArgs(nil, proc, &nlm.Args{Exclusive: true, Region: r})
+	_, results, err := sunrpc.ParseReply(s.ServeNLM(peer, &h, args, nil))
+	kit.Must(t, err)
+	var res nlm.Res
+	kit.Must(t, nlm.ParseRes(proc, results, &res))
+	return res.Stat
+}
+
+// TestUserCannotTakeLocksOfClient sets locks as one user of a client, and unlocks parts of them,
+// until the server refuses. Other users of the client still get locks, root those that are left for
+// it, and other clients get theirs.
+func TestUserCannotTakeLocksOfClient(t *testing.T) {
+	const share, left = maxClientLocks / 2, maxClientLocks / 16
 	s := newServer("", 0)
-	wantStat(t, s, one, nlm.ProcLock, nlm.Args{Exclusive: true, Region: region("a", 1, 0, 99)}, nlm.Granted)
-	s.locks, s.clients[one] = maxClientLocks, maxClientLocks
-	wantStat(t, s, one, nlm.ProcLock, nlm.Args{Region: region("a", 1, 200, 200)}, nlm.DeniedNoLocks)
-	wantStat(t, s, two, nlm.ProcLock, nlm.Args{Region: region("b", 1, 300, 300)}, nlm.Granted)
-	wantStat(t, s, one, nlm.ProcUnlock, nlm.Args{Region: region("a", 1, 50, 50)}, nlm.DeniedNoLocks)
-	wantStat(t, s, one, nlm.ProcUnlock, nlm.Args{Region: region("a", 1, 50, 99)}, nlm.Granted)
-	wantStat(t, s, one, nlm.ProcUnlock, nlm.Args{Region: region("a", 1, 0, 99)}, nlm.Granted)
-	if n := s.Locks(); n != maxClientLocks {
-		t.Errorf("locks: got %d, want %d", n, maxClientLocks)
+	next := uint64(0)
+	fill := func(uid uint32) (n int) {
+		for n = 0; n <= maxClientLocks; n++ {
+			next += 4
+			if asUser(t, s, one, uid, nlm.ProcLock, region("a", uid, next, next+2)) != nlm.Granted {
+				break
+			}
+		}
+		return n
+	}
+	want := func(what string, got, want int) {
+		t.Helper()
+		if got != want {
+			t.Errorf("%s: got %d locks, want %d", what, got, want)
+		}
+	}
+	want("first user", fill(1), share)
+	if stat := asUser(t, s, one, 1, nlm.ProcUnlock, region("a", 1, 5, 5)); stat != nlm.DeniedNoLocks {
+		t.Errorf("unlock of the middle at the limit: got %v, want %v", stat, nlm.DeniedNoLocks)
+	}
+	if stat := asUser(t, s, one, 1, nlm.ProcUnlock, region("a", 1, 5, 6)); stat != nlm.Granted {
+		t.Errorf("unlock of the end at the limit: got %v", stat)
+	}
+	want("second user", fill(2), share-left)
+	want("third user", fill(3), 0)
+	want("root", fill(0), left)
+	wantStat(t, s, two, nlm.ProcLock, nlm.Args{Region: region("b", 1, 0, 0)}, nlm.Granted)
+	for uid := range uint32(4) { // as another user, as after a change of the user of a process
+		if stat := asUser(t, s, one, 9, nlm.ProcUnlock, region("a", uid, 0, 1<<62)); stat != nlm.Granted {
+			t.Errorf("unlock of all: got %v", stat)
+		}
+	}
+	if len(s.clients) != 1 || len(s.holders) != 1 || s.Locks() != 1 {
+		t.Errorf("after the unlock: got %d clients, %d owners, %d locks; want 1 of each", len(s.clients), len(s.holders),
+			s.Locks())
 	}
 }
