@@ -32,7 +32,8 @@ type fileHandle struct {
 	locks   handleLocks
 }
 
-// newFile returns the number of a new open file. It returns ENFILE if a kept mount has too many.
+// newFile returns the number of a new open file. It returns ENFILE if a kept mount has too many, and
+// EMFILE if the user has too many of them.
 func (fs *FS) newFile(r *request, ino *inode, flags uint32) (uint64, error) {
 	h := fs.makeFile(ino, r.cred, flags)
 	h.id = fs.nextHandle()

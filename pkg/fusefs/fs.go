@@ -229,6 +229,7 @@ func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (
 	fs.interrupts.onInterrupt = func() { fs.Counters.Interrupts.Add(1) }
 	fs.interrupts.onPanic = fs.fail
 	fs.handles.last = fs.state.firstID()
+	fs.state.warnOfUsers(opts.Warn)
 	rootInode := &inode{id: fuse.FUSE_ROOT_ID, fh: root}
 	fs.inodes.init(rootInode, fs.state)
 	fs.inodes.noRecord = fs.nodeWithoutRecord

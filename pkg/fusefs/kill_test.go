@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
+	"github.com/nfsrdmad/nfsrdmad/internal/share"
 	"github.com/nfsrdmad/nfsrdmad/pkg/front"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
@@ -215,6 +216,11 @@ func (x *keptMount) restart(pending ...uint64) {
 				x.t.Fatalf("continue after a kill at %q: %v", x.last, err)
 			}
 			continue
+		}
+		for i, users := range []*share.Limit{state.files.users, state.dirs.users, state.hidden.users} {
+			if n := []int{state.files.Len(), state.dirs.Len(), state.hidden.Len()}[i]; users.Used() != n {
+				x.t.Errorf("table %d: got %d records of users, want %d", i, users.Used(), n)
+			}
 		}
 		x.fs.Resume(pending)
 	}

@@ -37,6 +37,7 @@ type requestState struct {
 	earlier  int      // calls that an earlier process has made
 	repeated []uint64 // sums of those calls that this process has repeated
 	restored bool     // an earlier process has made the record
+	uid      uint32   // unless restored: the record counts to this user
 	resent   bool     // the kernel has sent the request again; guarded by State.mu
 }
 
@@ -112,15 +113,19 @@ func (rec *requestRecord) find(sum uint64) *keptCall {
 }
 
 // record returns the record of the request, and makes it if there is none. It returns nil if the
-// mount is not kept, or if there is no room.
+// mount is not kept, if there is no room, or if the user has its share of the records.
 func (r *request) record() *requestState {
 	s := r.state
 	if r.kept != nil || s == nil {
 		return r.kept
 	}
-	k := &requestState{rec: requestRecord{unique: r.unique}}
+	k := &requestState{rec: requestRecord{unique: r.unique}, uid: r.caller().UID}
+	if s.requestUsers.Take(k.uid) != nil {
+		return nil
+	}
 	var err error
 	if k.slot, err = s.requests.Add(&k.rec, 0); err != nil {
+		s.requestUsers.Release(k.uid)
 		return nil
 	}
 	s.mu.Lock()
@@ -246,6 +251,9 @@ func (s *State) forgetRequest(unique uint64, k *requestState) {
 		s.mu.resent--
 	}
 	s.requests.Remove(&k.slot)
+	if !k.restored {
+		s.requestUsers.Release(k.uid)
+	}
 }
 
 // ReservedCalls returns the calls of an earlier process that may be repeated.

@@ -121,6 +121,7 @@ func (r *restoration) openFiles() error {
 			r.err[h] = true
 		}
 		r.files[h.id] = h
+		r.s.files.restored(cred)
 		r.fs.inodes.openFile(ino)
 		if k.releasing == 0 {
 			r.fs.addFile(h)
@@ -143,6 +144,7 @@ func (r *restoration) openDirs() error {
 			return err
 		}
 		r.fs.inodes.open(ino)
+		r.s.dirs.restored(cred)
 		r.fs.handles.dirs[k.id] = &dirHandle{id: k.id, ino: ino, cred: cred, kept: slot, verf: k.verf,
 			returned: returnedNames{all: &r.fs.returned}}
 		return nil
@@ -177,6 +179,7 @@ func (r *restoration) hiddenNames() error {
 		ino.silly = &sillyName{dir: dir, name: name, cred: cred, kept: slot}
 		ino.mu.Unlock()
 		t.addHidden(dir)
+		r.s.hidden.restored(cred)
 		r.fs.hiddenBefore[name] = ino
 		if ino.opens == 0 {
 			r.work = append(r.work, func() { r.fs.removeSilly(background{r.fs}, ino) })

@@ -8,6 +8,7 @@ import (
 	"sync/atomic"
 	"syscall"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/share"
 	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
@@ -26,8 +27,8 @@ const (
 	maxKeptCalls   = 4 // calls of one request
 )
 
-// Maximum numbers of records. Without room for its record, an operation fails (ENFILE, ENOLCK).
-// Nodes without record are lost at a restart.
+// Maximum numbers of records. Without room for its record, an operation fails (ENFILE, ENOLCK, or
+// EMFILE for a user who has its share of the table). Nodes without record are lost at a restart.
 const (
 	maxKeptNodes    = 4 << 20
 	maxKeptFiles    = 1 << 17
@@ -142,11 +143,13 @@ type State struct {
 	file     *slotfile.File
 	mount    slotfile.Records[mountRecord]
 	nodes    slotfile.Records[nodeRecord]
-	files    slotfile.Records[fileRecord]
-	dirs     slotfile.Records[dirRecord]
-	hidden   slotfile.Records[hiddenRecord]
+	files    userRecords[fileRecord]
+	dirs     userRecords[dirRecord]
+	hidden   userRecords[hiddenRecord]
 	extents  slotfile.Records[extentRecord]
 	requests slotfile.Records[requestRecord]
+
+	requestUsers *share.Limit // of requests that this process received
 
 	mountSlot keptSlot
 	restored  bool
@@ -234,10 +237,12 @@ func newState(f *slotfile.File) *State {
 	f.OnChange(recordChanged)
 	s := &State{file: f, restarts: f.Restarts()}
 	s.mount, s.nodes = slotfile.RecordsOf[mountRecord](f, "mount"), slotfile.RecordsOf[nodeRecord](f, "nodes")
-	s.files, s.dirs = slotfile.RecordsOf[fileRecord](f, "files"), slotfile.RecordsOf[dirRecord](f, "dirs")
-	s.hidden = slotfile.RecordsOf[hiddenRecord](f, "hidden")
+	s.files = userRecordsOf[fileRecord](f, "files", "open files of a kept mount")
+	s.dirs = userRecordsOf[dirRecord](f, "dirs", "open directories of a kept mount")
+	s.hidden = userRecordsOf[hiddenRecord](f, "hidden", "removed open files of a kept mount")
 	s.extents = slotfile.RecordsOf[extentRecord](f, "extents")
 	s.requests = slotfile.RecordsOf[requestRecord](f, "requests")
+	s.requestUsers = share.New("requests of a kept mount", s.requests.MaxSlots())
 	s.mu.byUnique = make(map[uint64]*requestState)
 	return s
 }
@@ -368,16 +373,14 @@ func (s *State) freeNode(ino *inode) {
 	}
 }
 
-// addFile records an open file. The error is ENFILE.
+// addFile records an open file. The errors are those of userRecords.add.
 func (s *State) addFile(h *fileHandle) (err error) {
 	if s == nil {
 		return nil
 	}
 	r := h.record()
-	if h.kept, err = s.files.Add(&r, 0); err != nil {
-		return syscall.ENFILE
-	}
-	return nil
+	h.kept, err = s.files.add(&r, h.cred)
+	return err
 }
 
 func (h *fileHandle) record() fileRecord {
@@ -404,20 +407,18 @@ func (s *State) setFileError(h *fileHandle, errno syscall.Errno) {
 
 func (s *State) freeFile(h *fileHandle) {
 	if s != nil {
-		s.files.Remove(&h.kept)
+		s.files.remove(&h.kept, h.cred)
 	}
 }
 
-// addDir records an open directory. The error is ENFILE.
+// addDir records an open directory. The errors are those of userRecords.add.
 func (s *State) addDir(d *dirHandle) (err error) {
 	if s == nil {
 		return nil
 	}
 	r := d.record()
-	if d.kept, err = s.dirs.Add(&r, 0); err != nil {
-		return syscall.ENFILE
-	}
-	return nil
+	d.kept, err = s.dirs.add(&r, d.cred)
+	return err
 }
 
 func (d *dirHandle) record() dirRecord {
@@ -438,11 +439,11 @@ func (s *State) setVerf(d *dirHandle, verf nfs3.Verifier) {
 
 func (s *State) freeDir(d *dirHandle) {
 	if s != nil {
-		s.dirs.Remove(&d.kept)
+		s.dirs.remove(&d.kept, d.cred)
 	}
 }
 
-// addHidden records a hidden name before it is made. The error is ENFILE.
+// addHidden records a hidden name before it is made. The errors are those of userRecords.add.
 func (s *State) addHidden(ino *inode, silly *sillyName) (err error) {
 	if s == nil {
 		return nil
@@ -451,15 +452,13 @@ func (s *State) addHidden(ino *inode, silly *sillyName) (err error) {
 	r.dir.set(&silly.dir.fh)
 	r.nameLen = uint32(copy(r.name[:], silly.name))
 	r.cred.set(silly.cred)
-	if silly.kept, err = s.hidden.Add(&r, 0); err != nil {
-		return syscall.ENFILE
-	}
-	return nil
+	silly.kept, err = s.hidden.add(&r, silly.cred)
+	return err
 }
 
 func (s *State) freeHidden(silly *sillyName) {
 	if s != nil {
-		s.hidden.Remove(&silly.kept)
+		s.hidden.remove(&silly.kept, silly.cred)
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 
@@ -170,18 +171,163 @@ func TestFullTables(t *testing.T) {
 	}
 }
 
-// TestFullTableOfNodes uses more nodes than the State has records. The first node without a record
-// is reported.
-func TestFullTableOfNodes(t *testing.T) {
-	const room, names = 8, 12
+// smallState returns a State whose tables with these names have few records.
+func smallState(t *testing.T, slots int, names ...string) *State {
+	t.Helper()
 	specs := stateTables(4)
-	specs[slices.IndexFunc(specs, func(s slotfile.TableSpec) bool { return s.Name == "nodes" })].MaxSlots = room
+	for i := range specs {
+		if slices.Contains(names, specs[i].Name) {
+			specs[i].MaxSlots = slots
+		}
+	}
 	file, err := slotfile.Create("test", stateSchema, specs)
 	must(t, err)
 	s := newState(file)
 	s.mountSlot, err = s.mount.Add(&s.mu.mount, 0)
 	must(t, err)
 	t.Cleanup(func() { must(t, s.Close()) }) // after the unmount
+	return s
+}
+
+// TestUserCannotTakeAllRecords opens files and directories as one user, and removes open files,
+// until that fails. Other users can still do so, and root gets the records that are left for it.
+func TestUserCannotTakeAllRecords(t *testing.T) {
+	const slots = 32
+	e := startOwnExport(t)
+	openExport(t, e)
+	var mu sync.Mutex
+	var warned []any
+	warn := func(_ string, args ...any) {
+		mu.Lock()
+		defer mu.Unlock()
+		warned = append(warned, args[slices.Index(args, any("uid"))+1])
+	}
+	s := smallState(t, slots, "files", "dirs", "hidden")
+	m := e.mount(t, mountConfig{opts: Options{State: s, Warn: warn}}).severalUsers()
+	n := 0
+	for _, c := range []struct {
+		name string
+		use  func(fds *[]int) error
+	}{
+		{"files", func(fds *[]int) error {
+			n++
+			fd, err := unix.Open(m.path(fmt.Sprint("f", n)), unix.O_RDWR|unix.O_CREAT|unix.O_CLOEXEC, 0o600)
+			if err == nil {
+				*fds = append(*fds, fd)
+			}
+			return err
+		}},
+		{"directories", func(fds *[]int) error {
+			fd, err := unix.Open(m.dir, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+			if err == nil {
+				*fds = append(*fds, fd)
+			}
+			return err
+		}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			var fds []int
+			for _, x := range []struct {
+				user user
+				n    int
+				err  error
+			}{{alice, slots / 2, unix.EMFILE}, {bob, slots/2 - slots/16, unix.ENFILE},
+				{user{}, slots / 16, unix.ENFILE}} {
+				before := len(fds)
+				err := x.user.do(t, func() error {
+					for range slots + 1 {
+						if err := c.use(&fds); err != nil {
+							return err
+						}
+					}
+					return nil
+				})
+				if got := len(fds) - before; got != x.n || !errors.Is(err, x.err) {
+					t.Errorf("uid %d: got %d, then error %v; want %d, %v", x.user.uid, got, err, x.n, x.err)
+				}
+			}
+			for _, fd := range fds {
+				unix.Close(fd)
+			}
+			if !eventually(func() bool { return s.files.users.Used()+s.dirs.users.Used() == 0 }) {
+				t.Errorf("after the close: got %d files, %d directories", s.files.users.Used(), s.dirs.users.Used())
+			}
+		})
+	}
+	t.Run("removed open files", func(t *testing.T) {
+		must(t, os.Mkdir(m.path("d"), 0o700))
+		must(t, os.Chown(m.path("d"), int(alice.uid), int(alice.gid)))
+		removed := 0
+		var fds []int
+		err := alice.do(t, func() error {
+			for ; removed <= slots; removed++ {
+				name := m.path(fmt.Sprint("d/f", removed))
+				fd, err := unix.Open(name, unix.O_RDWR|unix.O_CREAT|unix.O_CLOEXEC, 0o600)
+				if err != nil {
+					return err
+				}
+				fds = append(fds, fd)
+				if removed == slots/2-1 {
+					s.hidden.users.Add(alice.uid, 1) // the share of files ends at the same number
+				}
+				if err := unix.Unlink(name); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+		if removed != slots/2-1 || !errors.Is(err, unix.EMFILE) {
+			t.Errorf("got %d removals, then error %v; want %d, %v", removed, err, slots/2-1, unix.EMFILE)
+		}
+		s.hidden.users.Release(alice.uid)
+		for _, fd := range fds {
+			unix.Close(fd)
+		}
+		if !eventually(func() bool { return s.hidden.users.Used() == 0 }) {
+			t.Errorf("after the close: got %d hidden names", s.hidden.users.Used())
+		}
+	})
+	mu.Lock()
+	defer mu.Unlock()
+	if !slices.Equal(warned, []any{alice.uid, alice.uid, alice.uid}) {
+		t.Errorf("warnings: got users %v, want %d once for each table", warned, alice.uid)
+	}
+}
+
+// TestRequestsOfOneUserAreRecordedUpToShare records requests of one user, and one of another user.
+func TestRequestsOfOneUserAreRecordedUpToShare(t *testing.T) {
+	const slots = 8
+	s := smallState(t, slots, "requests")
+	unique := uint64(0)
+	record := func(uid uint32) bool {
+		unique += 2
+		r := &request{state: s, unique: unique}
+		r.setOwner(1, uid)
+		return r.record() != nil
+	}
+	for i := range slots {
+		if got, want := record(1), i < slots/2; got != want {
+			t.Errorf("request %d: recorded %v, want %v", i, got, want)
+		}
+	}
+	if !record(2) {
+		t.Error("the request of another user is not recorded")
+	}
+	s.mu.Lock()
+	for unique, k := range s.mu.byUnique {
+		s.forgetRequest(unique, k)
+	}
+	s.mu.Unlock()
+	if n := s.requestUsers.Used(); n != 0 {
+		t.Errorf("after the end: got %d requests", n)
+	}
+}
+
+// TestFullTableOfNodes uses more nodes than the State has records. The first node without a record
+// is reported.
+func TestFullTableOfNodes(t *testing.T) {
+	const room, names = 8, 12
+	s := smallState(t, room, "nodes")
 	e := startOwnExport(t)
 	var warnings []string
 	warn := func(msg string, _ ...any) { warnings = append(warnings, msg) } // by one request at a time
