@@ -30,8 +30,14 @@ type Lock[O comparable] struct {
 func (l *Lock[O]) overlaps(start, end uint64) bool { return l.Start <= end && start <= l.End }
 
 // A Table holds the locks of one file, ordered by Start. Its zero value is empty.
+//
+// The locks of one owner do not overlap. Those of several owners can, so that the order by Start is
+// not that by End: reach makes searches for a range short nevertheless, unless a lock with a small
+// Start overlaps most of the others.
 type Table[O comparable] struct {
 	locks []Lock[O]
+	reach []uint64 // the largest End of the locks up to and including this one
+	owned map[O]int
 }
 
 // Len returns the number of locks.
@@ -40,9 +46,23 @@ func (t *Table[O]) Len() int { return len(t.locks) }
 // All returns a copy of the locks.
 func (t *Table[O]) All() []Lock[O] { return slices.Clone(t.locks) }
 
+// Has reports whether the owner has a lock.
+func (t *Table[O]) Has(owner O) bool { return t.owned[owner] > 0 }
+
+// near returns the range of the indices of the locks that may overlap the bytes start to end.
+func (t *Table[O]) near(start, end uint64) (from, to int) {
+	from, _ = slices.BinarySearch(t.reach, start)
+	to = sort.Search(len(t.locks), func(i int) bool { return t.locks[i].Start > end })
+	return from, max(from, to)
+}
+
 // Conflict returns the first lock of another owner that excludes l, or nil.
 func (t *Table[O]) Conflict(l *Lock[O]) *Lock[O] {
-	for i := range t.locks {
+	if len(t.locks) == t.owned[l.Owner] {
+		return nil
+	}
+	from, to := t.near(l.Start, l.End)
+	for i := from; i < to; i++ {
 		have := &t.locks[i]
 		if have.Owner != l.Owner && (have.Exclusive || l.Exclusive) && have.overlaps(l.Start, l.End) {
 			found := *have
@@ -54,57 +74,113 @@ func (t *Table[O]) Conflict(l *Lock[O]) *Lock[O] {
 
 // Set adds l, which must not conflict. It replaces the owner's locks in the range of l.
 func (t *Table[O]) Set(l Lock[O]) {
-	t.cut(l.Owner, l.Start, l.End)
 	whole := l
-	t.locks = slices.DeleteFunc(t.locks, func(have Lock[O]) bool {
-		if have.Owner != l.Owner || have.Exclusive != l.Exclusive || have.Open != l.Open ||
-			have.End+1 != l.Start && l.End+1 != have.Start {
-			return false
+	var parts, apart []Lock[O]
+	for _, have := range t.take(l.Owner, before(l.Start), l.End+1) {
+		parts = appendOutside(parts, have, l.Start, l.End)
+	}
+	for _, part := range parts {
+		if part.Exclusive != l.Exclusive || part.Open != l.Open {
+			apart = append(apart, part)
+			continue
 		}
-		whole.Start, whole.End = min(whole.Start, have.Start), max(whole.End, have.End)
-		return true
-	})
-	t.insert(whole)
+		whole.Start, whole.End = min(whole.Start, part.Start), max(whole.End, part.End)
+	}
+	t.insert(append(apart, whole)...)
 }
 
 // Clear removes the owner's locks from start to end. It reports whether there was one.
 func (t *Table[O]) Clear(owner O, start, end uint64) bool {
-	if !t.Owns(owner, start, end) {
-		return false
-	}
-	t.cut(owner, start, end)
-	return true
-}
-
-// cut removes the owner's locks from start to end.
-func (t *Table[O]) cut(owner O, start, end uint64) {
 	var outside []Lock[O]
-	t.locks = slices.DeleteFunc(t.locks, func(have Lock[O]) bool {
-		if have.Owner != owner || !have.overlaps(start, end) {
-			return false
-		}
+	taken := t.take(owner, start, end)
+	for _, have := range taken {
 		outside = appendOutside(outside, have, start, end)
-		return true
-	})
-	for _, l := range outside {
-		t.insert(l)
+	}
+	t.insert(outside...)
+	return len(taken) > 0
+}
+
+// before returns the byte before start, or start if there is none.
+func before(start uint64) uint64 { return max(start, 1) - 1 }
+
+// take removes the owner's locks that overlap the bytes start to end, and returns them in order.
+func (t *Table[O]) take(owner O, start, end uint64) (taken []Lock[O]) {
+	if !t.Has(owner) {
+		return nil
+	}
+	from, to := t.near(start, end)
+	kept := from
+	for i := from; i < to; i++ {
+		if have := t.locks[i]; have.Owner == owner && have.overlaps(start, end) {
+			taken = append(taken, have)
+			continue
+		}
+		t.locks[kept] = t.locks[i]
+		kept++
+	}
+	if len(taken) == 0 {
+		return nil
+	}
+	t.locks = slices.Delete(t.locks, kept, to)
+	t.count(owner, -len(taken))
+	t.reached(from)
+	return taken
+}
+
+// insert puts each lock behind the other locks that do not start after it.
+func (t *Table[O]) insert(locks ...Lock[O]) {
+	for _, l := range locks {
+		i := sort.Search(len(t.locks), func(i int) bool { return t.locks[i].Start > l.Start })
+		t.locks = slices.Insert(t.locks, i, l)
+		t.count(l.Owner, 1)
+		t.reached(i)
 	}
 }
 
-// insert puts a lock behind the other locks that do not start after it.
-func (t *Table[O]) insert(l Lock[O]) {
-	i := sort.Search(len(t.locks), func(i int) bool { return t.locks[i].Start > l.Start })
-	t.locks = slices.Insert(t.locks, i, l)
+// count changes the number of locks of an owner.
+func (t *Table[O]) count(owner O, n int) {
+	if t.owned == nil {
+		t.owned = make(map[O]int)
+	}
+	if t.owned[owner] += n; t.owned[owner] == 0 {
+		delete(t.owned, owner)
+	}
+}
+
+// reached updates reach after a change of the locks from index i on.
+func (t *Table[O]) reached(i int) {
+	t.reach = t.reach[:i]
+	var end uint64
+	if i > 0 {
+		end = t.reach[i-1]
+	}
+	for j := i; j < len(t.locks); j++ {
+		end = max(end, t.locks[j].End)
+		t.reach = append(t.reach, end)
+	}
+}
+
+// of calls f for each lock of the owner that overlaps the bytes start to end, in order, until f
+// returns false.
+func (t *Table[O]) of(owner O, start, end uint64, f func(*Lock[O]) bool) {
+	if !t.Has(owner) {
+		return
+	}
+	from, to := t.near(start, end)
+	for i := from; i < to; i++ {
+		if have := &t.locks[i]; have.Owner == owner && have.overlaps(start, end) && !f(have) {
+			return
+		}
+	}
 }
 
 // Splits reports whether Clear would split one of the owner's locks, so that Len grows.
-func (t *Table[O]) Splits(owner O, start, end uint64) bool {
-	for i := range t.locks {
-		if have := &t.locks[i]; have.Owner == owner && have.Start < start && have.End > end {
-			return true
-		}
-	}
-	return false
+func (t *Table[O]) Splits(owner O, start, end uint64) (splits bool) {
+	t.of(owner, start, end, func(have *Lock[O]) bool {
+		splits = have.Start < start && have.End > end
+		return !splits
+	})
+	return splits
 }
 
 // appendOutside appends the parts of l before start and after end.
@@ -126,25 +202,33 @@ func appendOutside[O comparable](to []Lock[O], l Lock[O], start, end uint64) []L
 }
 
 // Owns reports whether the owner has a lock in the range.
-func (t *Table[O]) Owns(owner O, start, end uint64) bool {
-	for i := range t.locks {
-		if t.locks[i].Owner == owner && t.locks[i].overlaps(start, end) {
-			return true
-		}
-	}
-	return false
+func (t *Table[O]) Owns(owner O, start, end uint64) (owns bool) {
+	t.of(owner, start, end, func(*Lock[O]) bool {
+		owns = true
+		return false
+	})
+	return owns
 }
 
 // Owned returns the parts of the owner's locks from start to end, in order.
-func (t *Table[O]) Owned(owner O, start, end uint64) []Lock[O] {
-	var parts []Lock[O]
-	for _, l := range t.locks {
-		if l.Owner == owner && l.overlaps(start, end) {
-			l.Start, l.End = max(l.Start, start), min(l.End, end)
-			parts = append(parts, l)
-		}
-	}
+func (t *Table[O]) Owned(owner O, start, end uint64) (parts []Lock[O]) {
+	t.of(owner, start, end, func(have *Lock[O]) bool {
+		part := *have
+		part.Start, part.End = max(part.Start, start), min(part.End, end)
+		parts = append(parts, part)
+		return true
+	})
 	return parts
+}
+
+// Touching returns the owner's locks that overlap the bytes start to end or are adjacent to them,
+// in order. A Set and a Clear of these bytes change no other lock of the owner.
+func (t *Table[O]) Touching(owner O, start, end uint64) (locks []Lock[O]) {
+	t.of(owner, before(start), end+1, func(have *Lock[O]) bool {
+		locks = append(locks, *have)
+		return true
+	})
+	return locks
 }
 
 // Holds reports whether the owner holds every byte of l in the mode of l or a stronger one.
