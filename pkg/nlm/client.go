@@ -362,13 +362,14 @@ func (c *Client) putOwner(id Owner) {
 // nothing is recorded. The caller has the turn.
 func (c *Client) set(f *file, l Lock, cred []byte, in *intent) error {
 	f.creds[l.Owner] = cred
-	return c.change(f, &tableChange{id: l.Owner, cred: cred, in: in, do: func() { f.locks.Set(l) }})
+	return c.change(f, &tableChange{id: l.Owner, start: l.Start, end: l.End, cred: cred, in: in,
+		do: func() { f.locks.Set(l) }})
 }
 
 // clear removes locks of an owner, lost ones too, which completes in. Its error is that of set. The
 // caller has the turn.
 func (c *Client) clear(f *file, id Owner, start, end uint64, in *intent) error {
-	err := c.change(f, &tableChange{id: id, in: in, do: func() {
+	err := c.change(f, &tableChange{id: id, start: start, end: end, in: in, do: func() {
 		f.locks.Clear(id, start, end)
 		f.lost.Clear(id, start, end)
 	}})
@@ -403,18 +404,19 @@ func (c *Client) forget(f *file, id Owner) {
 }
 
 func (f *file) has(id Owner) bool {
-	return f.locks.Owns(id, 0, maxOffset) || f.lost.Owns(id, 0, maxOffset)
+	return f.locks.Has(id) || f.lost.Has(id)
 }
 
 func (f *file) empty() bool { return f.locks.Len() == 0 && f.lost.Len() == 0 }
 
-// A tableChange is a change of the locks of one owner of a file.
+// A tableChange is a change of the locks of one owner of a file, lost ones too, from start to end.
 type tableChange struct {
-	id   Owner
-	do   func()
-	cred []byte  // of a new lock
-	in   *intent // the request that the change completes; nil for none
-	all  bool    // record all locks of the owner again
+	id         Owner
+	start, end uint64
+	do         func()
+	cred       []byte  // of a new lock
+	in         *intent // the request that the change completes; nil for none
+	all        bool    // record all locks of the owner again
 }
 
 // change runs one change of the tables of f, records it in the State, and keeps the counts. The
@@ -422,7 +424,7 @@ type tableChange struct {
 // and uses f and the owner.
 func (c *Client) change(f *file, ch *tableChange) error {
 	id := ch.id
-	had, wasEmpty, before := f.has(id), f.empty(), f.locks.Len()
+	had, wasEmpty, before, hadLost := f.has(id), f.empty(), f.locks.Len(), f.lost.Len() > 0
 	ch.do()
 	c.Counters.Held.Add(int64(f.locks.Len() - before))
 	c.mu.Lock()
@@ -432,9 +434,11 @@ func (c *Client) change(f *file, ch *tableChange) error {
 	if isEmpty := f.empty(); isEmpty != wasEmpty {
 		f.users += delta(wasEmpty)
 	}
-	delete(c.mu.lost, f.fh)
-	for _, l := range f.lost.All() {
-		c.mu.lost[f.fh] = append(c.mu.lost[f.fh], l.Open)
+	if hadLost || f.lost.Len() > 0 {
+		delete(c.mu.lost, f.fh)
+		for _, l := range f.lost.All() {
+			c.mu.lost[f.fh] = append(c.mu.lost[f.fh], l.Open)
+		}
 	}
 	o := c.mu.owners[id]
 	c.mu.Unlock()
@@ -442,7 +446,7 @@ func (c *Client) change(f *file, ch *tableChange) error {
 	if c.cfg.State == nil {
 		return nil
 	}
-	recorded, err := c.cfg.State.apply(&stateChange{key: keyOf(f, id), o: o, cred: ch.cred, target: rangesOf(f, id),
+	recorded, err := c.cfg.State.apply(&stateChange{f: f, id: id, o: o, start: ch.start, end: ch.end, cred: ch.cred,
 		in: ch.in, all: ch.all})
 	if !recorded {
 		return syscall.EINTR

@@ -137,7 +137,7 @@ func (c *Client) lockOnce(ctx context.Context, req *request) (*retry, error) {
 		return nil, err
 	}
 	defer f.release()
-	if f.lost.Owns(req.l.Owner, 0, maxOffset) {
+	if f.lost.Has(req.l.Owner) {
 		return nil, syscall.EIO // its owner has not noticed yet
 	}
 	if conflict := f.locks.Conflict(&req.l); conflict != nil {

@@ -79,7 +79,7 @@ func (c *Client) granted(a *Args) Stat {
 		return DeniedGracePeriod // the server calls again
 	}
 	defer f.release()
-	if !f.locks.Owns(id, 0, maxOffset) {
+	if !f.locks.Has(id) {
 		return Denied
 	}
 	c.called.Store(true)

@@ -167,10 +167,10 @@ func TestEachStepKeepsLocks(t *testing.T) {
 		if after = before; !withdraw {
 			after.paint(&done)
 		}
-		change := &stateChange{key: keyOf(f, id), o: o, cred: sunrpc.AppendAuthNone(nil)}
+		change := &stateChange{f: f, id: id, o: o, start: l.Start, end: l.End, cred: sunrpc.AppendAuthNone(nil)}
 		if op.kind.intent() {
 			var err error
-			if change.in, err = s.begin(change.key, o, change.cred, op, f.spare(id, l.Start, l.End)); err != nil {
+			if change.in, err = s.begin(keyOf(f, id), o, change.cred, op, f.spare(id, l.Start, l.End)); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -185,7 +185,6 @@ func TestEachStepKeepsLocks(t *testing.T) {
 			case rangeLost:
 				f.lost.Set(l)
 			}
-			change.target = rangesOf(f, id)
 			if _, err := s.apply(change); err != nil {
 				t.Fatal(err)
 			}
@@ -216,12 +215,12 @@ func TestFailedAllocationKeepsRanges(t *testing.T) {
 		t.Fatal(err)
 	}
 	f.locks.Set(l)
-	if _, err := s.apply(&stateChange{key: key, o: o, cred: cred, in: in, target: rangesOf(f, id)}); err != nil {
+	if _, err := s.apply(&stateChange{f: f, id: id, o: o, end: 20, cred: cred, in: in}); err != nil {
 		t.Fatal(err)
 	}
 	f.locks.Clear(id, 10, 12)
 	f.lost.Set(Lock{Start: 10, End: 12, Owner: id})
-	if _, err := s.apply(&stateChange{key: key, o: o, target: rangesOf(f, id)}); err == nil {
+	if _, err := s.apply(&stateChange{f: f, id: id, o: o, start: 10, end: 12}); err == nil {
 		t.Error("got no error")
 	}
 	got := recorded(s)
@@ -232,7 +231,7 @@ func TestFailedAllocationKeepsRanges(t *testing.T) {
 	}
 	f.lost.Clear(id, 10, 12) // the owner unlocks everything
 	f.locks.Clear(id, 0, 20)
-	if _, err := s.apply(&stateChange{key: key, o: o}); err != nil || s.ranges.Len() != 0 || s.owners.Len() != 0 {
+	if _, err := s.apply(&stateChange{f: f, id: id, o: o, end: 20}); err != nil || s.ranges.Len() != 0 || s.owners.Len() != 0 {
 		t.Errorf("got error %v, %d ranges, %d owners; want none", err, s.ranges.Len(), s.owners.Len())
 	}
 }
@@ -255,7 +254,7 @@ func TestLockAfterUnlockIntentIsRecorded(t *testing.T) {
 	lock := func() {
 		in := begin(rangeLock)
 		f.locks.Set(l)
-		if _, err := s.apply(&stateChange{key: key, o: o, cred: cred, in: in, target: rangesOf(f, id)}); err != nil {
+		if _, err := s.apply(&stateChange{f: f, id: id, o: o, end: 9, cred: cred, in: in}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -265,5 +264,28 @@ func TestLockAfterUnlockIntentIsRecorded(t *testing.T) {
 	lock()
 	if got := recorded(s); got != want {
 		t.Errorf("got %v, want %v", got, want)
+	}
+}
+
+// TestChangeComparesNearRecords changes one of many locks of an owner: only the records near its
+// range are compared. The table is that of the changes.
+func TestChangeComparesNearRecords(t *testing.T) {
+	const n = 4096
+	s := createState(t, StateTables())
+	fh, _ := nfs3.NewFH([]byte("file"))
+	f, o, id := &file{fh: fh}, &owner{svid: minSVID + 1}, Owner{Posix, 1}
+	for i := range uint64(n) {
+		f.locks.Set(Lock{Start: 4 * i, End: 4*i + 1, Exclusive: true, Owner: id})
+		c := &stateChange{f: f, id: id, o: o, start: 4 * i, end: 4*i + 1, cred: sunrpc.AppendAuthNone(nil)}
+		if _, err := s.apply(c); err != nil {
+			t.Fatal(err)
+		}
+		if got := len(rangesOf(f, id, c.start, c.end)); got != 1 {
+			t.Fatalf("lock %d: got %d ranges to compare, want 1", i, got)
+		}
+	}
+	rows := s.holders[keyOf(f, id)].rows
+	if len(rows) != n || !slices.IsSortedFunc(rows, func(a, b row) int { return cmp.Compare(a.rec.start, b.rec.start) }) {
+		t.Errorf("got %d rows, want %d in order", len(rows), n)
 	}
 }

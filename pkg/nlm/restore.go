@@ -66,7 +66,7 @@ func (c *Client) restoreHolder(k *keptHolder) {
 	o, f := c.getOwner(id), c.getFile(k.key.fh)
 	defer c.putOwner(id)
 	defer c.putFile(f)
-	_ = c.change(f, &tableChange{id: id, all: true, do: func() {
+	_ = c.change(f, &tableChange{id: id, end: maxOffset, all: true, do: func() {
 		for _, r := range k.rows {
 			switch l := r.rec.lock(id); r.rec.kind {
 			case rangeHeld:
@@ -87,7 +87,7 @@ func (c *Client) restoreHolder(k *keptHolder) {
 	for _, l := range slices.Concat(f.locks.Owned(id, 0, maxOffset), f.lost.Owned(id, 0, maxOffset)) {
 		c.kept[openKey{f.fh, l.Open}] = struct{}{}
 	}
-	if f.lost.Owns(id, 0, maxOffset) {
+	if f.lost.Has(id) {
 		c.Counters.Lost.Add(uint64(len(f.lost.Owned(id, 0, maxOffset))))
 	}
 	for _, r := range k.rows {

@@ -5,6 +5,7 @@ import (
 	"cmp"
 	"errors"
 	"slices"
+	"sort"
 	"sync"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
@@ -60,6 +61,7 @@ type holder struct {
 	slot    slotfile.Slot
 	rec     ownerRecord
 	rows    []row // held and lost ranges, ordered by start
+	partial bool  // rows may differ from the tables: a record has no slot, or the holder is new
 	intents int
 }
 
@@ -169,7 +171,8 @@ func (s *State) holder(key lockKey, o *owner, cred []byte) (*holder, error) {
 	if err != nil {
 		return nil, err
 	}
-	h := &holder{slot: slot, rec: ownerRecord{fh: key.fh, id: key.id, svid: o.svid, cred: bytes.Clone(cred)}}
+	h := &holder{slot: slot, partial: true,
+		rec: ownerRecord{fh: key.fh, id: key.id, svid: o.svid, cred: bytes.Clone(cred)}}
 	s.owners.Put(slot, h.rec.encode())
 	s.holders[key] = h
 	return h, nil
@@ -235,14 +238,16 @@ func (s *State) withdraw(in *intent) bool {
 	return true
 }
 
-// A stateChange is a change of the locks of an owner of a file.
+// A stateChange is a change of the locks of an owner of a file, held and lost ones, from start to
+// end. The tables of the file have the locks after the change.
 type stateChange struct {
-	key    lockKey
-	o      *owner
-	cred   []byte        // nil: unchanged
-	target []rangeRecord // all held and lost ranges after the change, ordered by start
-	in     *intent       // the request that the change completes; nil for none
-	all    bool          // write all records again
+	f          *file
+	id         Owner
+	o          *owner
+	start, end uint64
+	cred       []byte  // nil: unchanged
+	in         *intent // the request that the change completes; nil for none
+	all        bool    // write all records again
 }
 
 // apply records a change. It returns false after end. The error means that some records have no
@@ -256,12 +261,13 @@ func (s *State) apply(c *stateChange) (ok bool, err error) {
 	if s.ended {
 		return false, nil
 	}
-	h := s.holders[c.key]
+	key := keyOf(c.f, c.id)
+	h := s.holders[key]
 	if h == nil {
-		if len(c.target) == 0 {
+		if !c.f.has(c.id) {
 			return true, nil
 		}
-		if h, err = s.holder(c.key, c.o, c.cred); err != nil {
+		if h, err = s.holder(key, c.o, c.cred); err != nil {
 			return true, err
 		}
 	}
@@ -278,13 +284,23 @@ func (s *State) apply(c *stateChange) (ok bool, err error) {
 		}
 		s.dropSpare(in)
 	}
-	s.dropHolder(c.key, h)
+	s.dropHolder(key, h)
 	return true, err
 }
 
-// rewrite makes the rows of h those of the target. At each point, the rows in the order of their
+// rewrite makes the rows of h those of the tables. At each point, the rows in the order of their
 // sequence numbers give the ranges of before or after the change. The caller holds mu.
+//
+// A change can only change rows that overlap its range or are adjacent to it: rewrite compares no
+// others, so that its time does not grow with the number of locks.
 func (s *State) rewrite(h *holder, c *stateChange) error {
+	start, end := c.start, c.end
+	if c.all || h.partial {
+		start, end = 0, maxOffset
+	}
+	from := sort.Search(len(h.rows), func(i int) bool { return h.rows[i].rec.end+1 >= start })
+	to := sort.Search(len(h.rows), func(i int) bool { return h.rows[i].rec.start > end+1 })
+	target := rangesOf(c.f, c.id, start, end)
 	p := &placing{s: s, h: h, in: c.in}
 	var old []row
 	force := func(*rangeRecord) bool { return c.all }
@@ -294,27 +310,28 @@ func (s *State) rewrite(h *holder, c *stateChange) error {
 		force = func(r *rangeRecord) bool { return c.all || r.overlaps(&c.in.row.rec) } // a later number
 	}
 	i := 0
-	for _, r := range h.rows {
-		for i < len(c.target) && c.target[i].start < r.rec.start {
-			p.todo = append(p.todo, c.target[i])
+	for _, r := range h.rows[from:to] {
+		for i < len(target) && target[i].start < r.rec.start {
+			p.todo = append(p.todo, target[i])
 			i++
 		}
-		if i < len(c.target) && c.target[i].same(&r.rec) && !force(&r.rec) {
+		if i < len(target) && target[i].same(&r.rec) && !force(&r.rec) {
 			p.done = append(p.done, r)
 			i++
 			continue
 		}
 		old = append(old, r)
 	}
-	p.todo = append(p.todo, c.target[i:]...)
+	p.todo = append(p.todo, target[i:]...)
 	for i := range old {
 		p.replace(&old[i])
 	}
 	for len(p.todo) > 0 && p.err == nil {
 		p.useSpare(0)
 	}
-	h.rows = p.done
-	slices.SortFunc(h.rows, func(a, b row) int { return cmp.Compare(a.rec.start, b.rec.start) })
+	slices.SortFunc(p.done, func(a, b row) int { return cmp.Compare(a.rec.start, b.rec.start) })
+	h.rows = slices.Replace(h.rows, from, to, p.done...)
+	h.partial = p.err != nil
 	return p.err
 }
 
@@ -336,7 +353,7 @@ func (p *placing) replace(old *row) {
 		return
 	}
 	last := -1
-	for i := 0; i < len(p.todo); i++ {
+	for i := 0; i < len(p.todo) && p.todo[i].start <= old.rec.end; i++ {
 		if !p.todo[i].overlaps(&old.rec) {
 			continue
 		}
@@ -374,7 +391,11 @@ func (p *placing) use(i int, slot slotfile.Slot) {
 	r.rec.owner = p.h.slot
 	p.s.put(&r)
 	p.done = append(p.done, r)
-	p.todo = slices.Delete(p.todo, i, i+1)
+	if i == 0 { // the usual case, without a move of the others
+		p.todo = p.todo[1:]
+	} else {
+		p.todo = slices.Delete(p.todo, i, i+1)
+	}
 }
 
 // identity returns the identity of the client that the file has. If there is none, it records the
@@ -464,11 +485,12 @@ func (s *State) load() (kept []*keptHolder, invalid int, err error) {
 	return kept, invalid, err
 }
 
-// rangesOf returns the records of all locks of an owner of a file, held and lost ones.
-func rangesOf(f *file, id Owner) []rangeRecord {
+// rangesOf returns the records of the locks of an owner of a file, held and lost ones, that overlap
+// the bytes start to end or are adjacent to them.
+func rangesOf(f *file, id Owner, start, end uint64) []rangeRecord {
 	var all []rangeRecord
 	add := func(t *rangelock.Table[Owner], kind rangeKind) {
-		for _, l := range t.Owned(id, 0, maxOffset) {
+		for _, l := range t.Touching(id, start, end) {
 			all = append(all, newRange(kind, &l))
 		}
 	}

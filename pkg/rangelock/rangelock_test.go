@@ -198,3 +198,18 @@ func TestSplits(t *testing.T) {
 		}
 	}
 }
+
+// TestSearchesAreShort sets many locks of a file in random order. A search for a range must then
+// look at the locks near the range only.
+func TestSearchesAreShort(t *testing.T) {
+	const n = 4096
+	var table Table[int]
+	for _, i := range rand.New(rand.NewPCG(1, 1)).Perm(n) {
+		table.Set(Lock[int]{Start: uint64(4 * i), End: uint64(4*i + 1), Exclusive: true, Owner: i % 7})
+	}
+	for i := range uint64(n) {
+		if from, to := table.near(4*i, 4*i+5); to-from > 2 {
+			t.Fatalf("bytes from %d: got %d locks, want at most 2", 4*i, to-from)
+		}
+	}
+}
