@@ -124,6 +124,10 @@ type Client struct {
 	stateLogged atomic.Bool // a failed record was logged
 	limits      logLimits
 
+	graph waitGraph
+
+	attempts atomic.Uint64 // of all requests to lock; for tests
+
 	ctx     context.Context // ends with Close
 	cancel  context.CancelFunc
 	work    sync.WaitGroup
@@ -145,7 +149,6 @@ type Client struct {
 		files   map[nfs3.FH]*file
 		owners  map[Owner]*owner
 		svids   map[uint32]struct{} // in use by owners
-		waits   map[Owner]Owner     // local requests that wait for a lock of another owner
 		pending map[*pending]struct{}
 		lost    map[nfs3.FH][]uint64 // open files with lost locks
 		state   serverState
@@ -169,15 +172,15 @@ type openKey struct {
 }
 
 // A file holds the locks of one file. turn serializes the calls to the server about this file and
-// guards the tables. changed is closed and replaced when a table changes.
+// guards the tables.
 type file struct {
-	fh   nfs3.FH
-	turn turn
+	fh      nfs3.FH
+	turn    turn
+	waiters waiters
 
-	locks   rangelock.Table[Owner]
-	lost    rangelock.Table[Owner] // locks that the server no longer has; until their owner unlocks
-	creds   map[Owner][]byte
-	changed chan struct{}
+	locks rangelock.Table[Owner] // changes also need waiters.mu
+	lost  rangelock.Table[Owner] // locks that the server no longer has; until their owner unlocks
+	creds map[Owner][]byte
 	// late, if not nil, is closed when the last call has ended, whose caller did not wait for it
 	late <-chan struct{}
 
@@ -213,7 +216,7 @@ func New(cfg Config) *Client {
 	c.addr = c.addr.Unmap().WithZone("") // as the service sees it
 	_, _ = rand.Read(c.instance[:])      // never fails
 	c.mu.files, c.mu.owners = make(map[nfs3.FH]*file), make(map[Owner]*owner)
-	c.mu.svids, c.mu.waits = make(map[uint32]struct{}), make(map[Owner]Owner)
+	c.mu.svids = make(map[uint32]struct{})
 	c.mu.pending, c.mu.lost = make(map[*pending]struct{}), make(map[nfs3.FH][]uint64)
 	c.interrupted, c.kept = make(map[*file]*interrupted), make(map[openKey]struct{})
 	c.ctx, c.cancel = context.WithCancel(context.Background())
@@ -291,17 +294,13 @@ func (f *file) acquire(ctx context.Context) error { return f.turn.queue().wait(c
 
 func (f *file) release() { f.turn.release() }
 
-func (f *file) notify() {
-	close(f.changed)
-	f.changed = make(chan struct{})
-}
-
 func (c *Client) getFile(fh nfs3.FH) *file {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	f := c.mu.files[fh]
 	if f == nil {
-		f = &file{fh: fh, changed: make(chan struct{}), creds: make(map[Owner][]byte)}
+		f = &file{fh: fh, creds: make(map[Owner][]byte)}
+		f.waiters.table, f.waiters.graph = &f.locks, &c.graph
 		c.mu.files[fh] = f
 	}
 	f.users++
@@ -362,14 +361,14 @@ func (c *Client) putOwner(id Owner) {
 // nothing is recorded. The caller has the turn.
 func (c *Client) set(f *file, l Lock, cred []byte, in *intent) error {
 	f.creds[l.Owner] = cred
-	return c.change(f, &tableChange{id: l.Owner, start: l.Start, end: l.End, cred: cred, in: in,
+	return c.change(f, &tableChange{id: l.Owner, start: l.Start, end: l.End, releases: !l.Exclusive, cred: cred, in: in,
 		do: func() { f.locks.Set(l) }})
 }
 
 // clear removes locks of an owner, lost ones too, which completes in. Its error is that of set. The
 // caller has the turn.
 func (c *Client) clear(f *file, id Owner, start, end uint64, in *intent) error {
-	err := c.change(f, &tableChange{id: id, start: start, end: end, in: in, do: func() {
+	err := c.change(f, &tableChange{id: id, start: start, end: end, releases: true, in: in, do: func() {
 		f.locks.Clear(id, start, end)
 		f.lost.Clear(id, start, end)
 	}})
@@ -414,6 +413,7 @@ type tableChange struct {
 	id         Owner
 	start, end uint64
 	do         func()
+	releases   bool    // it may release or weaken a lock
 	cred       []byte  // of a new lock
 	in         *intent // the request that the change completes; nil for none
 	all        bool    // record all locks of the owner again
@@ -425,11 +425,12 @@ type tableChange struct {
 func (c *Client) change(f *file, ch *tableChange) error {
 	id := ch.id
 	had, wasEmpty, before, hadLost := f.has(id), f.empty(), f.locks.Len(), f.lost.Len() > 0
-	ch.do()
+	f.waiters.change(ch.do, ch.releases, id, ch.start, ch.end)
 	c.Counters.Held.Add(int64(f.locks.Len() - before))
 	c.mu.Lock()
+	o := c.mu.owners[id]
 	if has := f.has(id); has != had {
-		c.mu.owners[id].users += delta(has)
+		o.users += delta(has)
 	}
 	if isEmpty := f.empty(); isEmpty != wasEmpty {
 		f.users += delta(wasEmpty)
@@ -440,9 +441,7 @@ func (c *Client) change(f *file, ch *tableChange) error {
 			c.mu.lost[f.fh] = append(c.mu.lost[f.fh], l.Open)
 		}
 	}
-	o := c.mu.owners[id]
 	c.mu.Unlock()
-	f.notify()
 	if c.cfg.State == nil {
 		return nil
 	}

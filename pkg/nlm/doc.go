@@ -8,6 +8,7 @@
 //	nsm.go       encoding of NSM
 //	client.go    Client: files, owners, counters, start and end
 //	lock.go      Lock, Unlock, Test; canceled requests
+//	waiters.go   requests that wait for locks of the same mount
 //	pending.go   blocked requests and GRANTED
 //	recover.go   restart of a server: reclaimed and lost locks
 //	notice.go    verification of notices of a restart
@@ -30,6 +31,10 @@
 //
 // A request that ends early leaves nothing behind: the client cancels it and makes the server's
 // state that of its table. Later requests for the file wait for this.
+//
+// A request that a lock of the same mount excludes sleeps until that lock is released. A release
+// wakes the requests that can be granted. A woken request that does not get its lock passes the wake
+// on.
 //
 // When a server may have restarted, the client reclaims all locks. Reasons are a notice of NSM, a
 // lost connection, and [Client.Restarted]. A lock that another client took meanwhile is lost. After
@@ -56,7 +61,8 @@
 //
 // file.turn is held during calls to the server about that file, and guards its tables. Work in the
 // background queues for it before the request returns, so that later requests come after it.
-// Client.mu, link.mu and Service.mu guard tables and are never held across I/O. journal.mu is held
-// during writes to the journal, and State.mu during changes of its tables. Take file.turn before
-// Client.mu and State.mu, and each other lock alone.
+// waiters.mu, waitGraph.mu, Client.mu, link.mu and Service.mu guard tables and are never held across
+// I/O. journal.mu is held during writes to the journal, and State.mu during changes of its tables.
+// Take file.turn before waiters.mu, Client.mu and State.mu, waiters.mu before waitGraph.mu, and each
+// other lock alone.
 package nlm

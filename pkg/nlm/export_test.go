@@ -31,6 +31,9 @@ func (c *Config) Quick(dial func(ctx context.Context, addr string) (net.Conn, er
 	}
 }
 
+// Attempts returns how often requests to lock looked whether they can get their lock.
+func (c *Client) Attempts() uint64 { return c.attempts.Load() }
+
 // WaitRestored returns when the restored locks are reclaimed and the requests of the earlier
 // process are settled.
 func (c *Client) WaitRestored() { c.restoring.Wait() }

@@ -23,12 +23,13 @@ func (c *Client) Lock(ctx context.Context, cred []byte, fh nfs3.FH, l Lock, wait
 	o, f := c.getOwner(l.Owner), c.getFile(fh)
 	defer c.putOwner(l.Owner)
 	defer c.putFile(f)
-	req := &request{f: f, o: o, cred: cred, l: l, wait: wait}
+	req := &request{f: f, o: o, cred: cred, l: l, wait: wait, waiter: newWaiter(&l)}
 	if wait {
 		req.pending = c.addPending(f, o, &l)
 		defer c.removePending(req.pending)
 	}
 	err := c.lockLoop(ctx, req)
+	f.waiters.leave(req.waiter, err == nil)
 	if err != nil && req.sent {
 		c.settle(req)
 	}
@@ -43,6 +44,7 @@ type request struct {
 	l       Lock
 	wait    bool
 	pending *pending // with wait
+	waiter  *waiter
 	in      *intent
 	// sent means that the server may have the lock or a blocked request for it although Lock did
 	// not get it
@@ -92,19 +94,24 @@ func (c *Client) lockLoop(ctx context.Context, req *request) error {
 
 // A retry says what a request waits for.
 type retry struct {
-	changed <-chan struct{} // locks of this mount
-	blocked bool            // a lock of another client
-	delay   time.Duration   // until another attempt; the only reason in the grace period
+	local   bool          // a lock of this mount
+	blocked bool          // a lock of another client
+	delay   time.Duration // until another attempt; the only reason in the grace period
 }
 
 // grace reports whether the request waits for the server only.
-func (r *retry) grace() bool { return r.changed == nil && !r.blocked }
+func (r *retry) grace() bool { return !r.local && !r.blocked }
 
 // pause waits until another attempt makes sense. The error is EINTR.
 func (c *Client) pause(ctx context.Context, req *request, r *retry, delay time.Duration) error {
-	var wake chan struct{}
+	var called, released chan struct{}
 	if req.pending != nil {
-		wake = req.pending.wake
+		called = req.pending.wake
+	}
+	if r.local {
+		released = req.waiter.wake
+	} else {
+		req.f.waiters.leave(req.waiter, false)
 	}
 	var timer <-chan time.Time
 	if delay > 0 {
@@ -114,19 +121,16 @@ func (c *Client) pause(ctx context.Context, req *request, r *retry, delay time.D
 	}
 	req.called, req.polled = false, false
 	select {
-	case <-wake:
+	case <-called:
 		req.called = true
 	case <-timer:
 		req.polled = r.blocked
-	case <-r.changed:
+	case <-released:
 	case <-ctx.Done():
-		c.stopWaiting(req.l.Owner)
 		return syscall.EINTR
 	case <-c.ctx.Done():
-		c.stopWaiting(req.l.Owner)
 		return syscall.EINTR
 	}
-	c.stopWaiting(req.l.Owner)
 	return nil
 }
 
@@ -137,6 +141,7 @@ func (c *Client) lockOnce(ctx context.Context, req *request) (*retry, error) {
 		return nil, err
 	}
 	defer f.release()
+	c.attempts.Add(1)
 	if f.lost.Has(req.l.Owner) {
 		return nil, syscall.EIO // its owner has not noticed yet
 	}
@@ -144,12 +149,13 @@ func (c *Client) lockOnce(ctx context.Context, req *request) (*retry, error) {
 		switch {
 		case !req.wait:
 			return nil, syscall.EAGAIN
-		case !c.startWaiting(req.l.Owner, conflict.Owner):
+		case !f.waiters.sleep(req.waiter, conflict.Owner):
 			return nil, syscall.EDEADLK
 		}
 		// On a soft mount, ask again for the turn: it may be stuck in a release of that lock.
-		return &retry{changed: f.changed, delay: c.cfg.GiveUp}, nil
+		return &retry{local: true, delay: c.cfg.GiveUp}, nil
 	}
+	f.waiters.run(req.waiter)
 	if c.full() {
 		return nil, syscall.ENOLCK
 	}
@@ -222,34 +228,6 @@ func (c *Client) countGrant(req *request) {
 	case req.polled:
 		c.Counters.Polls.Add(1)
 	}
-}
-
-// startWaiting records that an owner waits for another one. It returns false for a deadlock of
-// owners of this mount. As in the kernel, flock(2) has no deadlock detection.
-func (c *Client) startWaiting(id, holder Owner) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if id.Kind == Posix {
-		at := holder
-		for range len(c.mu.waits) + 1 {
-			if at == id {
-				return false
-			}
-			next, waits := c.mu.waits[at]
-			if !waits {
-				break
-			}
-			at = next
-		}
-		c.mu.waits[id] = holder
-	}
-	return true
-}
-
-func (c *Client) stopWaiting(id Owner) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	delete(c.mu.waits, id)
 }
 
 // settle makes the state of the server that of this client after a request that ended without its

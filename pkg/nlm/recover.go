@@ -171,7 +171,7 @@ func (c *Client) relock(f *file, o *owner, l Lock) {
 
 // lose records that the server no longer has a lock. The caller has the turn.
 func (c *Client) lose(f *file, l Lock, stat Stat, err error) {
-	if c.change(f, &tableChange{id: l.Owner, start: l.Start, end: l.End, do: func() {
+	if c.change(f, &tableChange{id: l.Owner, start: l.Start, end: l.End, releases: true, do: func() {
 		f.locks.Clear(l.Owner, l.Start, l.End)
 		f.lost.Set(l)
 	}}) != nil {
