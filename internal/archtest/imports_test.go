@@ -47,7 +47,7 @@ var allowed = []struct{ pkg, imports string }{
 		"pkg/membuf pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm pkg/rangelock pkg/sunrpc"},
 	{"pkg/virtiofs", "internal/slotfile pkg/front pkg/ledger"},
 	{"pkg/nlm", "internal/backoff internal/loglimit internal/resvport internal/rpctcp internal/running " +
-		"internal/slotfile pkg/nfs3 pkg/nfs3/mountd pkg/rangelock pkg/sunrpc"},
+		"internal/share internal/slotfile pkg/nfs3 pkg/nfs3/mountd pkg/rangelock pkg/sunrpc"},
 	{"pkg/memreg", "internal/verify pkg/membuf pkg/trace pkg/verbs"},
 	{"pkg/nfs3/nfsacl", "pkg/nfs3 pkg/sunrpc"},
 	{"pkg/nfs3/mountd", "internal/resvport internal/rpctcp pkg/nfs3 pkg/sunrpc"},

@@ -14,8 +14,10 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/loglimit"
+	"github.com/nfsrdmad/nfsrdmad/internal/share"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rangelock"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
 // An OwnerKind separates the owners of fcntl(2) and flock(2) locks.
@@ -100,8 +102,11 @@ var defaultTimes = clientTimes{called: pollTimes{2 * time.Second, 30 * time.Seco
 // CloseTimeout bounds Client.Close and Service.Close.
 const CloseTimeout = 6 * time.Second
 
-// maxLocks bounds the locks of one mount.
-const maxLocks = 1 << 16
+// Limits of one mount. A user gets at most half: see share.Limit.
+const (
+	maxLocks   = 1 << 16
+	maxWaiters = 1 << 13 // requests that wait
+)
 
 // A Client holds the locks of one mount. Its methods may be called concurrently, except Close,
 // which comes last. ReleaseStale also needs a
@@ -124,7 +129,9 @@ type Client struct {
 	stateLogged atomic.Bool // a failed record was logged
 	limits      logLimits
 
-	graph waitGraph
+	locks   *share.Limit // held locks, and those that are requested now, by user
+	waiting *share.Limit // requests that wait, by user
+	graph   waitGraph
 
 	attempts atomic.Uint64 // of all requests to lock; for tests
 
@@ -191,7 +198,9 @@ type file struct {
 type owner struct {
 	svid  uint32
 	oh    []byte
-	users int // goroutines that use the owner, and files where it has locks
+	users int    // goroutines that use the owner, and files where it has locks
+	held  int    // locks
+	uid   uint32 // of the user to whom the locks count: that of the first one; undefined without locks
 }
 
 // A pending is a blocked request that waits for GRANTED.
@@ -218,6 +227,8 @@ func New(cfg Config) *Client {
 	c.mu.files, c.mu.owners = make(map[nfs3.FH]*file), make(map[Owner]*owner)
 	c.mu.svids = make(map[uint32]struct{})
 	c.mu.pending, c.mu.lost = make(map[*pending]struct{}), make(map[nfs3.FH][]uint64)
+	c.locks, c.waiting = share.New("locks", maxLocks), share.New("requests that wait for locks", maxWaiters)
+	c.locks.Warn, c.waiting.Warn = c.warn, c.warn
 	c.interrupted, c.kept = make(map[*file]*interrupted), make(map[openKey]struct{})
 	c.ctx, c.cancel = context.WithCancel(context.Background())
 	if cfg.times != nil {
@@ -419,6 +430,19 @@ type tableChange struct {
 	all        bool    // record all locks of the owner again
 }
 
+// warn logs for a share.Limit.
+func (c *Client) warn(msg string, args ...any) { c.log.Warn(msg, args...) }
+
+// payer returns the user to whom a lock of an owner counts.
+func (c *Client) payer(o *owner, cred []byte) (uid uint32) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if o.held > 0 {
+		return o.uid
+	}
+	return sunrpc.CredUID(cred)
+}
+
 // change runs one change of the tables of f, records it in the State, and keeps the counts. The
 // error is EINTR: the client is detached, and the change is not recorded. The caller has the turn
 // and uses f and the owner.
@@ -426,9 +450,15 @@ func (c *Client) change(f *file, ch *tableChange) error {
 	id := ch.id
 	had, wasEmpty, before, hadLost := f.has(id), f.empty(), f.locks.Len(), f.lost.Len() > 0
 	f.waiters.change(ch.do, ch.releases, id, ch.start, ch.end)
-	c.Counters.Held.Add(int64(f.locks.Len() - before))
+	n := f.locks.Len() - before
+	c.Counters.Held.Add(int64(n))
 	c.mu.Lock()
 	o := c.mu.owners[id]
+	if o.held == 0 {
+		o.uid = sunrpc.CredUID(ch.cred)
+	}
+	o.held += n
+	c.locks.Add(o.uid, n)
 	if has := f.has(id); has != had {
 		o.users += delta(has)
 	}

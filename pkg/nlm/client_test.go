@@ -361,22 +361,3 @@ func TestConnectionLostDuringGrantIsNoticed(t *testing.T) {
 		kit.Eventually(t, "reclaim", func() bool { return s.count(nlm.ProcLock) > before+1 })
 	}
 }
-
-// TestUnlockCannotExceedLockLimit unlocks parts of locks when the mount has as many locks as it may
-// have.
-func TestUnlockCannotExceedLockLimit(t *testing.T) {
-	s := startLockServer(t)
-	c := s.client(nil)
-	mustLock(t, c, exclusive(alice, 0, 99))
-	c.Counters.Held.Store(nlm.MaxLocks)
-	if err := c.Unlock(t.Context(), cred, fh, alice, 50, 50); err != syscall.ENOLCK {
-		t.Errorf("unlock the middle: got error %v, want %v", err, syscall.ENOLCK)
-	}
-	if n := s.count(nlm.ProcUnlock); n != 0 {
-		t.Errorf("UNLOCK calls: got %d, want none", n)
-	}
-	mustUnlock(t, c, alice, 50, 99)
-	if release(t, c, alice); s.locks() != 0 {
-		t.Errorf("locks at the server: got %d, want none", s.locks())
-	}
-}

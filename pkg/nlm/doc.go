@@ -36,6 +36,9 @@
 // wakes the requests that can be granted. A woken request that does not get its lock passes the wake
 // on.
 //
+// A user gets at most half of the locks of a mount, and of the requests that wait: see package
+// share.
+//
 // When a server may have restarted, the client reclaims all locks. Reasons are a notice of NSM, a
 // lost connection, and [Client.Restarted]. A lock that another client took meanwhile is lost. After
 // a notice of NSM, each lock that the server does not let reclaim is lost, unless the connection or

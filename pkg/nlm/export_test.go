@@ -6,15 +6,13 @@ import (
 	"net/netip"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/share"
 	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// Limits of a mount and of the journal.
-const (
-	MaxLocks        = maxLocks
-	MinJournalLines = minJournalLines
-)
+// MinJournalLines is the length from which on a journal is rewritten.
+const MinJournalLines = minJournalLines
 
 // Quick makes a client that New returns poll and retry within milliseconds, also while it restores
 // locks. The client connects with dial, if that is not nil.
@@ -28,6 +26,16 @@ func (c *Config) Quick(dial func(ctx context.Context, addr string) (net.Conn, er
 		if dial != nil {
 			c.link.dial = dial
 		}
+	}
+}
+
+// Small makes a client that New returns allow fewer locks and requests that wait.
+func (c *Config) Small(locks, waiting int) {
+	times := c.times
+	c.times = func(c *Client) {
+		times(c)
+		c.locks, c.waiting = share.New("locks", locks), share.New("waiting", waiting)
+		c.locks.Warn, c.waiting.Warn = c.warn, c.warn
 	}
 }
 

@@ -10,6 +10,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
 // Lock sets a lock for its owner. Conflicts with locks of this mount are decided without the
@@ -17,8 +18,9 @@ import (
 // EAGAIN. During the grace period of the server it waits in both cases, as Linux's client does.
 //
 // Other errors: EINTR when ctx ends, EDEADLK, ENOLCK when the server has no lock service or no
-// resources, EIO while the owner has a lost lock of the file, and on a soft mount GiveUpErr when
-// the server does not reply in time.
+// resources or when the user of cred has its share of the locks or of the requests that wait, EIO
+// while the owner has a lost lock of the file, and on a soft mount GiveUpErr when the server does
+// not reply in time.
 func (c *Client) Lock(ctx context.Context, cred []byte, fh nfs3.FH, l Lock, wait bool) error {
 	o, f := c.getOwner(l.Owner), c.getFile(fh)
 	defer c.putOwner(l.Owner)
@@ -59,10 +61,18 @@ func (c *Client) lockLoop(ctx context.Context, req *request) error {
 	bounded, done := c.bound(ctx)
 	defer func() { done() }()
 	var poll time.Duration
-	for {
+	for waits := false; ; {
 		retry, err := c.lockOnce(bounded, req)
 		if retry == nil {
 			return c.result(bounded, err)
+		}
+		if !waits {
+			uid := sunrpc.CredUID(req.cred)
+			if c.waiting.Take(uid) != nil {
+				return syscall.ENOLCK
+			}
+			defer c.waiting.Release(uid)
+			waits = true
 		}
 		wait, delay := bounded, retry.delay
 		if retry.blocked {
@@ -156,9 +166,11 @@ func (c *Client) lockOnce(ctx context.Context, req *request) (*retry, error) {
 		return &retry{local: true, delay: c.cfg.GiveUp}, nil
 	}
 	f.waiters.run(req.waiter)
-	if c.full() {
+	uid := c.payer(req.o, req.cred)
+	if c.locks.Take(uid) != nil {
 		return nil, syscall.ENOLCK
 	}
+	defer c.locks.Release(uid) // set counts the lock
 	if err := c.record(req); err != nil {
 		return nil, err
 	}
@@ -315,13 +327,10 @@ func (c *Client) hold(f *file, id Owner) bool {
 	return true
 }
 
-// full reports whether the mount has as many locks as it may have.
-func (c *Client) full() bool { return c.Counters.Held.Load() >= maxLocks }
-
 // Unlock releases the owner's locks from start to end. When ctx ends first, the release goes on in
 // the background and Unlock returns EINTR; new requests for the file wait for it. Unlock returns
-// ENOLCK when it would split a lock and the mount has as many locks as it may have, or its State
-// has no room.
+// ENOLCK when it would split a lock and there is no room for another one: the mount has as many
+// locks as it may have, the user has its share of them, or the State has no room.
 func (c *Client) Unlock(ctx context.Context, cred []byte, fh nfs3.FH, id Owner, start, end uint64) error {
 	c.mu.Lock()
 	known := c.mu.files[fh] != nil && c.mu.owners[id] != nil
@@ -343,9 +352,13 @@ func (c *Client) Unlock(ctx context.Context, cred []byte, fh nfs3.FH, id Owner, 
 		return nil
 	}
 	// The server may still have a lost lock, for example in another mode.
-	if c.full() && f.locks.Splits(id, start, end) {
-		f.release()
-		return syscall.ENOLCK
+	if f.locks.Splits(id, start, end) {
+		uid := c.payer(o, cred)
+		if c.locks.Take(uid) != nil {
+			f.release()
+			return syscall.ENOLCK
+		}
+		defer c.locks.Release(uid) // clear counts the lock
 	}
 	in, err := c.unlockIntent(f, o, cred, &Lock{Start: start, End: end, Owner: id})
 	if err != nil {

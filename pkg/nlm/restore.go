@@ -66,7 +66,7 @@ func (c *Client) restoreHolder(k *keptHolder) {
 	o, f := c.getOwner(id), c.getFile(k.key.fh)
 	defer c.putOwner(id)
 	defer c.putFile(f)
-	_ = c.change(f, &tableChange{id: id, end: maxOffset, all: true, do: func() {
+	_ = c.change(f, &tableChange{id: id, end: maxOffset, cred: rec.cred, all: true, do: func() {
 		for _, r := range k.rows {
 			switch l := r.rec.lock(id); r.rec.kind {
 			case rangeHeld:

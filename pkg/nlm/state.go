@@ -20,8 +20,9 @@ const (
 	rangeTable  = "lockranges" // one record for each range that is locked, lost or requested
 )
 
-// extraSlots are the slots above maxLocks, for requests that are not complete.
-const extraSlots = 1 << 13
+// extraSlots are the slots above maxLocks, for requests that are not complete: each has its record,
+// and at most one spare slot.
+const extraSlots = 2 * maxWaiters
 
 // StateTables returns the tables that a State needs in a slotfile. Their names begin with "lock".
 func StateTables() []slotfile.TableSpec {
