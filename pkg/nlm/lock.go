@@ -330,7 +330,7 @@ func (c *Client) hold(f *file, id Owner) bool {
 // Unlock releases the owner's locks from start to end. When ctx ends first, the release goes on in
 // the background and Unlock returns EINTR; new requests for the file wait for it. Unlock returns
 // ENOLCK when it would split a lock and there is no room for another one: the mount has as many
-// locks as it may have, the user has its share of them, or the State has no room.
+// locks as it may have, the user has its share of them, or the State or the server has no room.
 func (c *Client) Unlock(ctx context.Context, cred []byte, fh nfs3.FH, id Owner, start, end uint64) error {
 	c.mu.Lock()
 	known := c.mu.files[fh] != nil && c.mu.owners[id] != nil
@@ -365,13 +365,18 @@ func (c *Client) Unlock(ctx context.Context, cred []byte, fh nfs3.FH, id Owner, 
 		f.release()
 		return err
 	}
-	if err := c.unlockCall(ctx, f, o, cred, id, start, end); errors.Is(err, syscall.EINTR) {
+	stat, err := c.unlockStat(ctx, f, o, cred, id, start, end)
+	if errors.Is(err, syscall.EINTR) {
 		if !c.unlockInBackground(f, o, cred, id, start, end, in) {
 			f.release()
 		}
 		return c.result(ctx, err)
 	}
 	defer f.release()
+	if err == nil && stat == DeniedNoLocks { // it would split a lock of the server
+		c.withdraw(f, id, in)
+		return stat.errno()
+	}
 	return c.clear(f, id, start, end, in) // what the server does not unlock, it does not have
 }
 
@@ -409,22 +414,29 @@ func (c *Client) unlockInBackground(f *file, o *owner, cred []byte, id Owner, st
 	return true
 }
 
-// unlockCall sends UNLOCK. The caller has the turn.
+// unlockCall is unlockStat for a caller that cannot use the status.
 func (c *Client) unlockCall(ctx context.Context, f *file, o *owner, cred []byte, id Owner, start, end uint64) error {
+	_, err := c.unlockStat(ctx, f, o, cred, id, start, end)
+	return err
+}
+
+// unlockStat sends UNLOCK, again during a grace period. The caller has the turn.
+func (c *Client) unlockStat(ctx context.Context, f *file, o *owner, cred []byte, id Owner, start,
+	end uint64) (Stat, error) {
 	args := c.args(f, o, &Lock{Start: start, End: end, Owner: id}, false)
 	for {
 		stat, err := c.callServer(ctx, f, ProcUnlock, cred, args)
 		if err != nil {
-			return err
+			return stat, err
 		}
 		if stat != DeniedGracePeriod {
 			if stat != Granted {
 				c.limits.unlock.Log(c.log.Warn, "unlock failed", "server", c.cfg.Host, "status", stat)
 			}
-			return nil
+			return stat, nil
 		}
 		if !sleep(ctx, c.times.grace) {
-			return syscall.EINTR
+			return stat, syscall.EINTR
 		}
 	}
 }

@@ -1,6 +1,7 @@
 package nlm_test
 
 import (
+	"errors"
 	"strings"
 	"syscall"
 	"testing"
@@ -114,4 +115,27 @@ func TestWaitingRequestsOfUserAreLimited(t *testing.T) {
 			wantResult(t, results, nil)
 		})
 	}
+}
+
+// TestRefusedUnlockKeepsLock unlocks the middle of a lock at a server that has no room for the
+// parts.
+func TestRefusedUnlockKeepsLock(t *testing.T) {
+	s := startLockServer(t)
+	k := newKeptFile(t, s, nlm.StateTables())
+	c := k.client(nil)
+	mustLock(t, c, exclusive(alice, 0, 9))
+	s.setAnswer(func(c *call) reply {
+		if c.proc != nlm.ProcUnlock {
+			return pass
+		}
+		return c.stat(nlm.DeniedNoLocks)
+	})
+	if err := c.Unlock(t.Context(), cred, fh, alice, 5, 5); !errors.Is(err, syscall.ENOLCK) {
+		t.Errorf("got error %v, want %v", err, syscall.ENOLCK)
+	}
+	wantTable(t, c, exclusive(alice, 0, 9))
+	k.wantRecords(1, 1)
+	s.setAnswer(nil)
+	release(t, c, alice)
+	k.wantRecords(0, 0)
 }
