@@ -91,7 +91,7 @@ func TestMessagesOfServerAreLimited(t *testing.T) {
 		fail := func() {
 			s.setAnswer(func(c *call) reply {
 				if c.proc == nlm.ProcUnlock {
-					return c.stat(nlm.DeniedNoLocks)
+					return c.stat(nlm.Failed)
 				}
 				return pass
 			})
@@ -100,7 +100,7 @@ func TestMessagesOfServerAreLimited(t *testing.T) {
 				mustUnlock(t, c, alice, 2*i, 2*i)
 				mustLock(t, c, exclusive(bob, 2*i+1, 2*i+1))
 			}
-			s.setAnswer(func(c *call) reply { return c.stat(nlm.DeniedNoLocks) })
+			s.setAnswer(func(c *call) reply { return c.stat(nlm.Failed) })
 			s.dropConnections()
 			kit.Eventually(t, "lost locks", func() bool { return c.Counters.Held.Load() == 0 })
 			release(t, c, bob)
