@@ -188,6 +188,10 @@ func checkMRs(t *testing.T, s Stats) {
 	}
 }
 
+// maxStorms bounds the storms of TestFaults with one fault. One of a hundred has no effect, on a
+// loaded machine.
+const maxStorms = 20
+
 // TestFaults runs verified calls under each fault, and under all faults together (S13, S14, S15,
 // S22). Each fault must end the connection or the call at once: no timeout may do that later.
 func TestFaults(t *testing.T) {
@@ -237,13 +241,19 @@ func TestFaults(t *testing.T) {
 				continue
 			}
 			t.Run(fmt.Sprintf("%s %s, LOCAL_INV only %v", c.client, c.server, localInv), func(t *testing.T) {
-				s := storm(t, c.client, c.server, localInv, func(cfg *Config) {
-					if c.client == loseReply {
-						cfg.Timeout = 200 * time.Millisecond
+				var s Stats
+				for try := 0; ; try++ { // a fault has no effect if it meets no call
+					s = storm(t, c.client, c.server, localInv, func(cfg *Config) {
+						if c.client == loseReply {
+							cfg.Timeout = 200 * time.Millisecond
+						}
+					})
+					if c.effect.count == nil || c.effect.count(s) != 0 || t.Failed() {
+						break
 					}
-				})
-				if c.effect.count != nil && c.effect.count(s) == 0 {
-					t.Errorf("%s: got 0, want some", c.effect.name)
+					if try == maxStorms {
+						t.Fatalf("%s: got 0 in %d storms, want some", c.effect.name, try+1)
+					}
 				}
 				if c.client == "credits=1" && s.Connects != 1 {
 					t.Errorf("connects: got %d, want 1", s.Connects)
