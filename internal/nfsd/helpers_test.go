@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -29,7 +30,19 @@ type caller struct {
 	try  bool // by TryServe first
 }
 
+// Call repeats a call that comes too early for another search of the export, as a client does.
 func (c *caller) Call(ctx context.Context, m *sunrpc.Message) error {
+	for {
+		err := c.callOnce(ctx, m)
+		d := sunrpc.NewDecoder(m.Result)
+		if err != nil || c.s.paths == nil || nfs3.Status(d.Uint32()) != nfs3.ErrJukebox || ctx.Err() != nil {
+			return err
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+func (c *caller) callOnce(ctx context.Context, m *sunrpc.Message) error {
 	msg := sunrpc.AppendCall(nil, 1, m.Prog, m.Vers, m.Proc, m.Cred)
 	msg = append(msg, m.Args...)
 	if len(m.ArgData) > 0 {
