@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"testing"
@@ -65,7 +66,13 @@ func TestUnknownGroupsAreCounted(t *testing.T) {
 	if n := counters.GroupsUnknown.Load(); n != 3 || warnings != 1 {
 		t.Errorf("got %d counted and %d warnings, want 3 and 1", n, warnings)
 	}
-	c.of(uid, gid, uint32(os.Getpid()))
+	known := exec.Command("cat") // in this process, a thread of a server may act as another user
+	input, err := known.StdinPipe()
+	must(t, err)
+	must(t, known.Start())
+	c.of(uid, gid, uint32(known.Process.Pid))
+	must(t, input.Close())
+	must(t, known.Wait())
 	if n := counters.GroupsUnknown.Load(); n != 3 {
 		t.Errorf("after a known process: got %d counted, want 3", n)
 	}
