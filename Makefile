@@ -142,6 +142,7 @@ soak: test-programs lab
 	NFSRDMAD_DIFFERENTIAL=15m $(GO) test -run '^TestDifferential$$' -v -count 1 -timeout 2h ./test/integration
 	NFSRDMAD_LOCK_ROUNDS=12000 $(GO) test -run '^TestLocksExclude' -v -count 1 -exec $(CURDIR)/test/isolate -timeout 2h \
 	  ./test/integration ./test/restart
+	NFSRDMAD_LOCK_ROUNDS=2000 $(GO) test -run '^TestNoRequestSleepsWithoutCause$$' -v -count 1 -timeout 1h ./pkg/nlm
 	NFSRDMAD_POWER=400 $(GO) test -run '^(TestPowerFailure|TestPowerDaemon)$$' -v -count 1 -timeout 6h \
 	  ./test/integration
 	NFSRDMAD_LAB=1 NFSRDMAD_RESTARTS=20 $(GO) test -v -count 1 -exec $(CURDIR)/test/isolate -timeout 2h ./test/restart

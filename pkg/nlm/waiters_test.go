@@ -4,12 +4,14 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
+	"slices"
 	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/lockrace"
 )
 
 // waitAs starts requests that wait, each of another owner, and returns when they wait.
@@ -149,88 +151,111 @@ func TestWakeIsPassedOn(t *testing.T) {
 	}
 }
 
-// TestNoRequestSleepsWithoutCause makes random requests that wait, and cancels some. Whenever all
-// goroutines wait, a lock of another owner must exclude each request, and the server must have the
-// locks of the client.
-func TestNoRequestSleepsWithoutCause(t *testing.T) {
-	const owners, span, steps = 12, 10, 150
-	type request struct {
-		l      nlm.Lock
-		cancel context.CancelFunc
-		result chan error
+// A waitRun makes random requests for one file.
+type waitRun struct {
+	t        *testing.T
+	rnd      *rand.Rand
+	c, other *nlm.Client
+	waiting  []waitRequest
+}
+
+// A waitRequest is a request that has not ended.
+type waitRequest struct {
+	l      nlm.Lock
+	cancel context.CancelFunc
+	result chan error
+}
+
+func excludes(a, b nlm.Lock) bool {
+	return a.Owner != b.Owner && (a.Exclusive || b.Exclusive) && a.Start <= b.End && b.Start <= a.End
+}
+
+// step starts a request, or ends one that waits.
+func (r *waitRun) step() {
+	const owners, span = 12, 10
+	id := nlm.Owner{Kind: nlm.OwnerKind(1 + r.rnd.IntN(2)), ID: r.rnd.Uint64N(owners)}
+	a := r.rnd.Uint64N(span)
+	l := nlm.Lock{Start: a, End: a + r.rnd.Uint64N(span-a), Exclusive: r.rnd.IntN(2) == 0, Owner: id}
+	ctx := r.t.Context()
+	switch n := r.rnd.IntN(10); {
+	case n < 2:
+		go func() { _ = r.c.Unlock(ctx, cred, fh, id, l.Start, l.End) }()
+	case n < 4:
+		go func() { _ = r.c.ReleaseOwner(ctx, cred, fh, id) }()
+	case n == 4: // locks of another client exclude requests, too
+		go func() {
+			_ = r.other.Lock(ctx, cred, fh, l, false)
+			_ = r.other.ReleaseOwner(ctx, cred, fh, id)
+		}()
+	case n == 5: // comes between the others
+		go func() { _ = r.c.Lock(ctx, cred, fh, l, false) }()
+	case n == 6 && len(r.waiting) > 0:
+		r.waiting[r.rnd.IntN(len(r.waiting))].cancel()
+	default:
+		result, cancel := goLock(r.t, r.c, l, true)
+		r.waiting = append(r.waiting, waitRequest{l, cancel, result})
 	}
-	for seed := range uint64(8) {
+}
+
+// check compares the requests that wait with the locks.
+func (r *waitRun) check() {
+	r.waiting = slices.DeleteFunc(r.waiting, func(x waitRequest) bool {
+		select {
+		case err := <-x.result:
+			if err != nil && !errors.Is(err, syscall.EDEADLK) && !errors.Is(err, syscall.EINTR) {
+				r.t.Fatal(err)
+			}
+			return true
+		default:
+			return false
+		}
+	})
+	held, _ := r.c.Table(fh)
+	for i, x := range held {
+		if slices.ContainsFunc(held[:i], func(h nlm.Lock) bool { return excludes(h, x) }) {
+			r.t.Fatalf("conflict of locks %+v", held)
+		}
+	}
+	for _, x := range r.waiting {
+		if !slices.ContainsFunc(held, func(h nlm.Lock) bool { return excludes(h, x.l) }) {
+			r.t.Fatalf("%+v waits; locks %+v", x.l, held)
+		}
+	}
+}
+
+// TestNoRequestSleepsWithoutCause makes random requests that wait, and cancels some, while others
+// are in progress. Whenever all goroutines wait, a lock of another owner must exclude each request.
+// At the end the server must have the locks of the client.
+func TestNoRequestSleepsWithoutCause(t *testing.T) {
+	const steps = 100
+	for seed := range lockrace.Rounds(t, 16) {
 		bubble(t, func(t *testing.T, s *lockServer) {
-			rnd := rand.New(rand.NewPCG(seed, 1))
-			c, other := s.client(nil), s.client(nil)
-			var waiting []request
-			for step := range steps {
-				for range 1 + rnd.IntN(4) {
-					id := nlm.Owner{Kind: nlm.OwnerKind(1 + rnd.IntN(2)), ID: rnd.Uint64N(owners)}
-					a := rnd.Uint64N(span)
-					l := nlm.Lock{Start: a, End: a + rnd.Uint64N(span-a), Exclusive: rnd.IntN(2) == 0, Owner: id}
-					switch rnd.IntN(8) {
-					case 0, 1:
-						_ = c.Unlock(t.Context(), cred, fh, id, l.Start, l.End)
-					case 2:
-						if len(waiting) > 0 {
-							waiting[rnd.IntN(len(waiting))].cancel()
-						}
-					case 3: // locks of another client exclude requests, too
-						_ = other.Lock(t.Context(), cred, fh, l, false)
-						_ = other.ReleaseOwner(t.Context(), cred, fh, id)
-					case 4:
-						_ = c.ReleaseOwner(t.Context(), cred, fh, id)
-					default:
-						result, cancel := goLock(t, c, l, true)
-						waiting = append(waiting, request{l, cancel, result})
-					}
+			r := &waitRun{t: t, rnd: rand.New(rand.NewPCG(uint64(seed), 1)), c: s.client(nil), other: s.client(nil)}
+			s.setAnswer(func(c *call) reply {
+				time.Sleep(time.Duration(c.args.Region.Offset%4) * time.Millisecond)
+				return pass
+			})
+			for range steps {
+				for range 1 + r.rnd.IntN(12) {
+					r.step()
+					time.Sleep(time.Duration(r.rnd.IntN(3)) * time.Millisecond)
 				}
 				time.Sleep(time.Second) // polls
-				if synctest.Wait(); step%10 == 9 {
-					for _, x := range waiting[:len(waiting)/2] {
+				synctest.Wait()
+				if r.check(); len(r.waiting) > 20 {
+					for _, x := range r.waiting[:15] {
 						x.cancel()
-					}
-					synctest.Wait()
-				}
-				held, _ := c.Table(fh)
-				var still []request
-				for _, x := range waiting {
-					select {
-					case err := <-x.result:
-						if err != nil && !errors.Is(err, syscall.EDEADLK) && !errors.Is(err, syscall.EINTR) {
-							t.Fatal(err)
-						}
-					default:
-						still = append(still, x)
-					}
-				}
-				waiting = still
-				for _, x := range waiting {
-					excluded := false
-					for _, h := range held {
-						excluded = excluded || h.Owner != x.l.Owner && (h.Exclusive || x.l.Exclusive) &&
-							h.Start <= x.l.End && x.l.Start <= h.End
-					}
-					if !excluded {
-						t.Fatalf("seed %d, step %d: %+v waits; locks %+v", seed, step, x.l, held)
-					}
-				}
-				for i, a := range held {
-					for _, b := range held[:i] {
-						if a.Owner != b.Owner && (a.Exclusive || b.Exclusive) && a.Start <= b.End && b.Start <= a.End {
-							t.Fatalf("seed %d, step %d: conflict in %+v", seed, step, held)
-						}
 					}
 				}
 			}
-			for _, x := range waiting {
+			for _, x := range r.waiting {
 				x.cancel()
 				<-x.result
 			}
+			time.Sleep(time.Second)
 			synctest.Wait()
-			if n := c.Counters.Held.Load(); int64(s.locks()) != n {
-				t.Errorf("locks: got %d at the server, %d in the client", s.locks(), n)
+			if n := r.c.Counters.Held.Load(); int64(s.locks()) != n {
+				t.Errorf("seed %d: got %d locks at the server, %d in the client", seed, s.locks(), n)
 			}
 		})
 	}
