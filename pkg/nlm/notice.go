@@ -78,7 +78,8 @@ func (c *Client) askState() (number uint32, err error) {
 	if err != nil {
 		return 0, err
 	}
-	tcp, err := resvport.Dial(ctx, net.JoinHostPort(c.cfg.Host, strconv.Itoa(port)))
+	// SM_STAT needs no reserved source port, of which there are few.
+	tcp, err := resvport.DialAny(ctx, net.JoinHostPort(c.cfg.Host, strconv.Itoa(port)))
 	if err != nil {
 		return 0, err
 	}
