@@ -4,6 +4,9 @@
 //	config.go   the configuration file, its keys and their flags
 //	daemon.go   the parts of a daemon, started and stopped
 //	metrics.go  the metrics listener
+//	scrapers.go its connections, shared by the users of this host and remote addresses
+//	sockuser.go the user of a local TCP connection (sock_diag(7))
+//	hosts.go    the host names that requests to it may use
 //	run.go      the service life as systemd sees it; a mount in the foreground
 //	keep.go     mounts that stay for the next daemon: the store, and the end without unmounting
 //	job.go      the question to systemd whether a stop belongs to a restart

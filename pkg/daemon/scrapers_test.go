@@ -85,7 +85,8 @@ func TestPeerIsUser(t *testing.T) {
 		kit.Must(t, <-dialed)
 		c.Close()
 	}
-	if _, err := socketUser(netip.MustParseAddrPort("192.0.2.1:9"), netip.MustParseAddrPort("127.0.0.1:9")); err == nil {
+	other, own := netip.MustParseAddrPort("192.0.2.1:9"), netip.MustParseAddrPort("127.0.0.1:9")
+	if _, err := socketUser(other, own); err == nil {
 		t.Error("user of a socket of another host: got no error")
 	}
 }

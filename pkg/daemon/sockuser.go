@@ -29,7 +29,8 @@ func socketUser(local, remote netip.AddrPort) (uid uint32, err error) {
 		return 0, fmt.Errorf("sock_diag: %w", err)
 	}
 	defer unix.Close(fd)
-	if err := unix.Sendto(fd, diagRequest(local, remote), 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
+	kernel := &unix.SockaddrNetlink{Family: unix.AF_NETLINK}
+	if err := unix.Sendto(fd, diagRequest(local, remote), 0, kernel); err != nil {
 		return 0, fmt.Errorf("sock_diag: %w", err)
 	}
 	reply := make([]byte, 512)
