@@ -74,9 +74,9 @@
 // descriptors and does nothing else. The daemon locks SOCKET.lock, replaces a socket without
 // holder, and passes the listening socket and the lock to a child, which starts the holder and
 // exits. The holder has its own session, no inherited descriptors and environment, the working
-// directory / and the OOM score of the daemon. It keeps the lock as long as it runs. The holder
-// serves one daemon at a time with its own user (SO_PEERCRED); a second one gets ErrBusy. It
-// replaces an entry in one step.
+// directory /, and a lower OOM score than the daemon if it may lower the score. It keeps the lock
+// as long as it runs. The holder serves one daemon at a time with its own user (SO_PEERCRED); a
+// second one gets ErrBusy. It replaces an entry in one step.
 //
 //	no daemon, no entries         the holder ends and removes its socket
 //	no daemon, entries            the holder keeps them without limit of time

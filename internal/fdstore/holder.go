@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/oomscore"
 )
 
 const (
@@ -27,6 +29,9 @@ const (
 	replyTimeout = 10 * time.Second
 	// ownFiles is how many descriptors a holder may use besides the entries.
 	ownFiles = 64
+	// oomAdjust is added to the OOM score of the daemon: the kernel kills the daemon first, whose
+	// mounts the next daemon continues.
+	oomAdjust = -100
 	// holderComm is the name of the process in ps(1). killall(1) with the name of the daemon must
 	// not end the holder.
 	holderComm = "nfsrdmad-holder"
@@ -65,6 +70,7 @@ func RunHolder() error {
 		return startAgain(listener, lock)
 	}
 	_ = os.WriteFile("/proc/self/comm", []byte(holderComm), 0)
+	_ = oomscore.Adjust(oomAdjust) // without CAP_SYS_RESOURCE the score stays that of the daemon
 	l, err := net.FileListener(listener)
 	if err != nil {
 		return fmt.Errorf("holder: %w", err)

@@ -42,6 +42,11 @@ func TestHolderIsDetached(t *testing.T) {
 	leaked, err := os.Open("/dev/zero")
 	kit.Must(t, err)
 	defer leaked.Close()
+	const scoreFile = "/proc/self/oom_score_adj"
+	score, err := os.ReadFile(scoreFile)
+	kit.Must(t, err)
+	kit.Must(t, os.WriteFile(scoreFile, []byte("300"), 0)) // no privilege is needed to lower it again
+	t.Cleanup(func() { kit.Must(t, os.WriteFile(scoreFile, score, 0)) })
 	d := startDaemon(t, socket, func(cmd *exec.Cmd) {
 		cmd.ExtraFiles = []*os.File{leaked} // the daemon inherits it without FD_CLOEXEC
 		cmd.Env = append(os.Environ(), "SECRET=1")
@@ -53,8 +58,8 @@ func TestHolderIsDetached(t *testing.T) {
 		return strings.TrimSpace(string(b))
 	}
 	daemonPID := d.cmd.Process.Pid
-	if got, want := proc(pid, "oom_score_adj"), proc(daemonPID, "oom_score_adj"); got != want {
-		t.Errorf("oom_score_adj: got %s, want %s", got, want)
+	if of, holder := proc(daemonPID, "oom_score_adj"), proc(pid, "oom_score_adj"); of != "300" || holder != "200" {
+		t.Errorf("OOM scores: got %s of the daemon and %s of the holder, want 300 and 200", of, holder)
 	}
 	if env := proc(pid, "environ"); env != "" {
 		t.Errorf("environment: got %q, want none", env)

@@ -309,7 +309,7 @@ func metricsEntry(ctx context.Context, listen string) []byte {
 // are not among them.
 const unitProperties = "Id,LoadState,ActiveState,SubState,Result,ExecMainCode,ExecMainStatus,NRestarts," +
 	"ActiveEnterTimestamp,InactiveEnterTimestamp,MemoryCurrent,MemoryPeak,TasksCurrent,NFileDescriptorStore," +
-	"FileDescriptorStoreMax,LimitMEMLOCK,LimitNOFILE,OOMScoreAdjust,Restart,TimeoutStopUSec"
+	"FileDescriptorStoreMax,LimitMEMLOCK,LimitNOFILE,OOMPolicy,OOMScoreAdjust,Restart,TimeoutStopUSec"
 
 func unitEntry(ctx context.Context, unit string) []byte {
 	b, err := output(ctx, "systemctl", "show", unit, "--no-pager", "--property="+unitProperties)

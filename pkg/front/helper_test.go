@@ -119,6 +119,14 @@ func TestHelperProcess(t *testing.T) {
 	if comm, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)); string(comm) != helperComm+"\n" {
 		t.Errorf("name: got %q, want %s", comm, helperComm)
 	}
+	score := func(process string) (n int) {
+		b, _ := os.ReadFile("/proc/" + process + "/oom_score_adj")
+		n, _ = strconv.Atoi(strings.TrimSpace(string(b)))
+		return n
+	}
+	if got, want := score(strconv.Itoa(pid)), min(score("self")+oomAdjust, 1000); got != want {
+		t.Errorf("OOM score: got %d, want %d", got, want)
+	}
 	if group, err := unix.Getpgid(pid); err != nil || group != pid {
 		t.Errorf("process group: got %d, %v, want %d", group, err, pid)
 	}

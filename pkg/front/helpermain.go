@@ -10,12 +10,17 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/oomscore"
 )
 
 const (
 	// helperDeviceFD and helperSocketFD are the descriptors that a helper process inherits.
 	helperDeviceFD = 3
 	helperSocketFD = 4
+	// oomAdjust is added to the OOM score of the daemon: the kernel kills the helper first, which
+	// the daemon starts again.
+	oomAdjust = 100
 	// helperComm is the name of the process in ps(1).
 	helperComm = "nfsrdmad-notify"
 )
@@ -33,6 +38,7 @@ func RunHelper() error {
 		return fmt.Errorf("FUSE notification helper: %w; only the daemon starts the helper", err)
 	}
 	_ = os.WriteFile("/proc/self/comm", []byte(helperComm), 0)
+	_ = oomscore.Adjust(oomAdjust)
 	b := make([]byte, requestHeader+maxNotification)
 	for {
 		n, err := unix.Read(helperSocketFD, b)
