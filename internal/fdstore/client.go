@@ -9,7 +9,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"sync"
 	"syscall"
 	"time"
 
@@ -29,27 +28,17 @@ const (
 // errEnding means that the holder was ending when the daemon connected.
 var errEnding = errors.New("holder ended while the daemon connected")
 
-// A holderStore is the connection of a daemon to a holder.
-type holderStore struct {
-	kept
+// A holderConn is a connection to a holder. It is not safe for concurrent use.
+type holderConn struct {
+	kept    // the entries of the holder when the daemon connected
 	socket  string
 	timeout time.Duration
-
-	mu   sync.Mutex // guards the fields below
-	conn *net.UnixConn
-	err  error // why conn can not be used any more
+	conn    *net.UnixConn
+	err     error // why conn can not be used any more
 }
 
-// Holder opens the store of the holder process at cfg.Socket. It starts the holder if none runs.
-func Holder(cfg Config) (Store, error) {
-	h, err := openHolder(cfg)
-	if err != nil {
-		return nil, err
-	}
-	return h, nil
-}
-
-func openHolder(cfg Config) (*holderStore, error) {
+// openHolder connects to the holder, and starts it if none runs.
+func openHolder(cfg Config) (*holderConn, error) {
 	deadline := time.Now().Add(cfg.timeout())
 	for starts := 0; ; {
 		h, err := connectHolder(cfg)
@@ -84,112 +73,70 @@ func isAbsent(err error) bool {
 }
 
 // connectHolder connects to a holder that runs, and gets its entries.
-func connectHolder(cfg Config) (*holderStore, error) {
+func connectHolder(cfg Config) (*holderConn, error) {
 	if !filepath.IsAbs(cfg.Socket) || len(cfg.Socket) > maxSocketPath {
 		return nil, fmt.Errorf("holder %q: want an absolute path of at most %d bytes", cfg.Socket, maxSocketPath)
 	}
 	d := net.Dialer{Timeout: cfg.timeout()}
-	c, err := d.Dial("unixpacket", cfg.Socket)
+	conn, err := d.Dial("unixpacket", cfg.Socket)
 	if err != nil {
 		return nil, fmt.Errorf("holder: %w", err)
 	}
-	h := &holderStore{socket: cfg.Socket, timeout: cfg.timeout(), conn: c.(*net.UnixConn)}
-	if err := h.greet(); err != nil {
-		return nil, errors.Join(fmt.Errorf("holder %s: %w", h.socket, err), h.discard())
+	c := &holderConn{socket: cfg.Socket, timeout: cfg.timeout(), conn: conn.(*net.UnixConn)}
+	if err := c.greet(); err != nil {
+		c.closeFiles()
+		c.close()
+		return nil, fmt.Errorf("holder %s: %w", c.socket, err)
 	}
-	return h, nil
+	return c, nil
 }
 
 // greet checks the holder and lists its entries.
-func (h *holderStore) greet() error {
-	cred, err := peer(h.conn)
+func (c *holderConn) greet() error {
+	cred, err := peer(c.conn)
 	if err != nil {
 		return err
 	}
 	if int(cred.Uid) != os.Geteuid() {
 		return fmt.Errorf("socket belongs to a process of uid %d; remove the socket", cred.Uid)
 	}
-	err = h.reply(nil)
+	err = c.reply(nil)
 	if errors.Is(err, io.EOF) || errors.Is(err, unix.ECONNRESET) {
 		return fmt.Errorf("%w: %w", errEnding, err)
 	} else if err != nil {
 		return err
 	}
-	return h.call(opList, "", -1, func(name string, fd int) {
-		h.adopt(Entry{Name: name, File: os.NewFile(uintptr(fd), name)})
+	return c.call(opList, "", -1, func(name string, fd int) {
+		c.adopt(Entry{Name: name, File: os.NewFile(uintptr(fd), name)})
 	})
 }
 
-func (h *holderStore) Put(name string, f *os.File) error {
-	err := checkName(name)
+func (c *holderConn) close() { c.conn.Close() }
+
+// call sends a request and waits until the holder completes it. After ErrLost the state of the
+// holder is unknown, and no further call is possible.
+func (c *holderConn) call(op byte, name string, fd int, entry func(string, int)) error {
+	if c.err != nil {
+		return c.err
+	}
+	_ = c.conn.SetDeadline(time.Now().Add(c.timeout))
+	err := send(c.conn, op, name, fd)
 	if err == nil {
-		err = withFD(f, func(fd int) error { return h.call(opPut, name, fd, nil) })
-	}
-	if err != nil {
-		return fmt.Errorf("keep descriptor %q in %v: %w", name, h, err)
-	}
-	return nil
-}
-
-func (h *holderStore) Remove(name string) error {
-	err := checkName(name)
-	if err == nil {
-		err = h.call(opRemove, name, -1, nil)
-	}
-	if err != nil {
-		return fmt.Errorf("remove descriptor %q from %v: %w", name, h, err)
-	}
-	return nil
-}
-
-func (h *holderStore) String() string { return "holder " + h.socket }
-
-func (h *holderStore) Close() error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if errors.Is(h.err, os.ErrClosed) {
-		return nil
-	}
-	err := h.conn.Close()
-	if h.err != nil {
-		err = nil // call closed it
-	}
-	h.err = os.ErrClosed
-	return err
-}
-
-func (h *holderStore) discard() error {
-	h.closeFiles()
-	return h.Close()
-}
-
-// call sends a request and waits until the holder completes it. After an error of the connection
-// the state of the holder is unknown, and no further call is possible.
-func (h *holderStore) call(op byte, name string, fd int, entry func(string, int)) error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if h.err != nil {
-		return h.err
-	}
-	_ = h.conn.SetDeadline(time.Now().Add(h.timeout))
-	err := send(h.conn, op, name, fd)
-	if err == nil {
-		err = h.reply(entry)
+		err = c.reply(entry)
 	}
 	var refused *refusedError
 	if err == nil || errors.As(err, &refused) && refused.usable() {
 		return err
 	}
-	h.err = fmt.Errorf("%w: %w", ErrLost, err)
-	h.conn.Close()
-	return h.err
+	c.err = fmt.Errorf("%w: %w", ErrLost, err)
+	return c.err
 }
 
 // reply receives the reply to a request, and calls entry for each entry in it.
-func (h *holderStore) reply(entry func(string, int)) error {
+func (c *holderConn) reply(entry func(string, int)) error {
 	for {
-		_ = h.conn.SetDeadline(time.Now().Add(h.timeout))
-		b, fds, err := receive(h.conn)
+		_ = c.conn.SetDeadline(time.Now().Add(c.timeout))
+		b, fds, err := receive(c.conn)
 		switch {
 		case err != nil:
 			return err

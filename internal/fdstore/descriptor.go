@@ -61,6 +61,19 @@ func duplicate(fd int) (int, error) {
 	return to, os.NewSyscallError("fcntl F_DUPFD_CLOEXEC", err)
 }
 
+// duplicateOf returns a duplicate of fd.
+func duplicateOf(fd int) (descriptor, error) {
+	own, err := duplicate(fd)
+	if err != nil {
+		return descriptor{}, err
+	}
+	d, err := describe(own)
+	if err != nil {
+		unix.Close(own)
+	}
+	return d, err
+}
+
 // hungUp reports whether the other end of a socket or pipe is closed. It waits for that for at most
 // timeout.
 func hungUp(c syscall.Conn, timeout time.Duration) bool {

@@ -6,7 +6,8 @@
 //
 //	systemd.go     the file descriptor store of systemd
 //	notify.go      messages to systemd: sd_notify(3), sd_notify_barrier(3)
-//	client.go      the daemon's end of the holder: find it, start it, requests
+//	holderstore.go the daemon's store in a holder
+//	client.go      the daemon's connection to the holder: find it, start it, requests
 //	holder.go      the holder process
 //	message.go     the protocol between daemon and holder
 //	descriptor.go  system calls on descriptors

@@ -245,7 +245,7 @@ func TestStoppedHolderTimesOut(t *testing.T) {
 	s = open(t, Holder, cfg)
 	short := cfg
 	short.Timeout = 100 * time.Millisecond
-	s.(*holderStore).timeout = short.Timeout
+	s.(*holderStore).conn.timeout = short.Timeout
 	kit.Must(t, unix.Kill(pid, unix.SIGSTOP))
 	kit.Eventually(t, "stop of all threads of the holder", func() bool {
 		tasks, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/status", pid))
@@ -435,7 +435,7 @@ func TestRequestBeforeEndIsExecuted(t *testing.T) {
 			t.Fatalf("entries of daemon %d: got %d", i, n)
 		}
 		f := memfd("x")
-		err := withFD(f, func(fd int) error { return send(s.(*holderStore).conn, opPut, strconv.Itoa(i), fd) })
+		err := withFD(f, func(fd int) error { return send(s.(*holderStore).conn.conn, opPut, strconv.Itoa(i), fd) })
 		kit.Must(t, err)
 		f.Close()
 		s.Close()

@@ -100,9 +100,11 @@ func Open(cfg Config) (Store, error) {
 		return nil, errors.Join(err, s.discard())
 	}
 	if err := move(h, s); err != nil {
-		return nil, errors.Join(err, h.discard(), s.discard())
+		h.closeFiles()
+		h.close()
+		return nil, errors.Join(err, s.discard())
 	}
-	_ = h.Close()
+	h.close()
 	return s, nil
 }
 
@@ -113,7 +115,7 @@ func IsSystemd(s Store) bool {
 }
 
 // move moves the entries of from to to.
-func move(from *holderStore, to *systemdStore) error {
+func move(from *holderConn, to *systemdStore) error {
 	for _, e := range from.Kept() {
 		// to has the name if a daemon was killed in this loop.
 		isNew := !slices.ContainsFunc(to.entries, func(k Entry) bool { return k.Name == e.Name })
@@ -122,10 +124,10 @@ func move(from *holderStore, to *systemdStore) error {
 			err = to.Put(e.Name, e.File)
 		}
 		if err == nil {
-			err = from.Remove(e.Name)
+			err = from.call(opRemove, e.Name, -1, nil)
 		}
 		if err != nil {
-			return fmt.Errorf("move descriptor %q from %v to %v: %w", e.Name, from, to, err)
+			return fmt.Errorf("move descriptor %q from holder %s to %v: %w", e.Name, from.socket, to, err)
 		}
 		if isNew {
 			to.adopt(e)

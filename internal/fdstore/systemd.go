@@ -228,13 +228,8 @@ func (s *systemdStore) add(name string, fd int) (int, error) {
 	if s.limit > 0 && count+spareSlots > s.limit {
 		return -1, fmt.Errorf("%w: %d descriptors of FileDescriptorStoreMax=%d", ErrFull, count, s.limit)
 	}
-	own, err := duplicate(fd)
+	d, err := duplicateOf(fd)
 	if err != nil {
-		return -1, err
-	}
-	d, err := describe(own)
-	if err != nil {
-		unix.Close(own)
 		return -1, err
 	}
 	number := uint32(1)
