@@ -63,7 +63,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/statview", "pkg/control pkg/stats"},
 	{"internal/otlp", "pkg/control pkg/ledger"},
 	{"pkg/control", "pkg/stats"},
-	{"internal/fdstore", "internal/oomscore"},
+	{"internal/fdstore", "internal/backoff internal/oomscore"},
 	{"internal/slotfile", "internal/memfd"},
 	{"pkg/front", "internal/memfd internal/oomscore pkg/ledger"},
 	{"pkg/membuf", "internal/leakcheck internal/memfd"},

@@ -25,16 +25,22 @@ const (
 	backlog = 16
 )
 
-// errEnding means that the holder was ending when the daemon connected.
-var errEnding = errors.New("holder ended while the daemon connected")
+var (
+	// errEnding means that the holder was ending when the daemon connected.
+	errEnding = errors.New("holder ended while the daemon connected")
+	// errLost means that the connection to the holder failed. An entry may be kept or not.
+	errLost = errors.New("connection to the holder lost")
+)
 
-// A holderConn is a connection to a holder. It is not safe for concurrent use.
+// A holderConn is a connection to a holder. Only awaitEnd may be called concurrently with the other
+// methods.
 type holderConn struct {
 	kept    // the entries of the holder when the daemon connected
 	socket  string
 	timeout time.Duration
 	conn    *net.UnixConn
-	err     error // why conn can not be used any more
+	watched *os.File // a duplicate of conn, for awaitEnd
+	err     error    // why conn can not be used any more
 }
 
 // openHolder connects to the holder, and starts it if none runs.
@@ -83,7 +89,10 @@ func connectHolder(cfg Config) (*holderConn, error) {
 		return nil, fmt.Errorf("holder: %w", err)
 	}
 	c := &holderConn{socket: cfg.Socket, timeout: cfg.timeout(), conn: conn.(*net.UnixConn)}
-	if err := c.greet(); err != nil {
+	if c.watched, err = c.conn.File(); err == nil {
+		err = c.greet()
+	}
+	if err != nil {
 		c.closeFiles()
 		c.close()
 		return nil, fmt.Errorf("holder %s: %w", c.socket, err)
@@ -111,9 +120,23 @@ func (c *holderConn) greet() error {
 	})
 }
 
-func (c *holderConn) close() { c.conn.Close() }
+// awaitEnd returns when the holder has closed the connection, which its process does at its end,
+// or after close.
+func (c *holderConn) awaitEnd() {
+	if raw, err := c.watched.SyscallConn(); err == nil {
+		_ = raw.Read(func(uintptr) bool { return hungUp(c.watched, 0) })
+	}
+}
 
-// call sends a request and waits until the holder completes it. After ErrLost the state of the
+// close ends the connection. The holder notices the end at once, also while awaitEnd has a
+// duplicate.
+func (c *holderConn) close() {
+	_ = withFD(c.conn, func(fd int) error { return unix.Shutdown(fd, unix.SHUT_RDWR) })
+	c.conn.Close()
+	c.watched.Close()
+}
+
+// call sends a request and waits until the holder completes it. After errLost the state of the
 // holder is unknown, and no further call is possible.
 func (c *holderConn) call(op byte, name string, fd int, entry func(string, int)) error {
 	if c.err != nil {
@@ -128,7 +151,7 @@ func (c *holderConn) call(op byte, name string, fd int, entry func(string, int))
 	if err == nil || errors.As(err, &refused) && refused.usable() {
 		return err
 	}
-	c.err = fmt.Errorf("%w: %w", ErrLost, err)
+	c.err = fmt.Errorf("%w: %w", errLost, err)
 	return c.err
 }
 

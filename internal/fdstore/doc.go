@@ -6,7 +6,7 @@
 //
 //	systemd.go     the file descriptor store of systemd
 //	notify.go      messages to systemd: sd_notify(3), sd_notify_barrier(3)
-//	holderstore.go the daemon's store in a holder
+//	holderstore.go the daemon's store in a holder: entries, replacement of a lost holder
 //	client.go      the daemon's connection to the holder: find it, start it, requests
 //	holder.go      the holder process
 //	message.go     the protocol between daemon and holder
@@ -27,9 +27,8 @@
 //
 // A daemon opens the store once, before it starts another program. Kept returns duplicates: the
 // entry stays in the store until Remove, so the daemon can be killed again at any time. Put returns
-// when the store has the descriptor. The daemon removes an entry when the mount has ended. After
-// ErrLost or a timeout the daemon may repeat the call; after ErrLost it first closes the store,
-// opens it again, and puts all descriptors that it needs.
+// when the store has the descriptor. The daemon removes an entry when the mount has ended. After a
+// timeout of systemd the daemon may repeat the call.
 //
 // # Choice of the store
 //
@@ -83,7 +82,13 @@
 //	no daemon, entries            the holder keeps them without limit of time
 //	no daemon, socket removed     the holder ends: no daemon can get the entries
 //	SIGTERM                       the holder ends when no daemon is connected
-//	holder killed                 calls return ErrLost; the mounts of a running daemon go on
+//	holder killed, daemon         the daemon starts another one, which gets all entries
+//	holder killed, no daemon      the entries are lost
+//
+// The daemon has a duplicate of each entry, and waits for the end of its connection to the holder.
+// When the holder ends, or does not answer in time, the daemon gives all entries to the next
+// holder. It tries again with pauses until it succeeds. Meanwhile Problem returns the reason, and
+// Put and Remove only change what the next holder gets.
 //
 // A daemon and a holder may be of different versions. A change of the protocol needs a new
 // protocolVersion, and a daemon that also speaks the old one.
@@ -95,5 +100,6 @@
 // # Locks
 //
 // systemdStore.mu and holderStore.mu serialize the operations of a store and are held during the
-// exchange of messages. The holder has no mutex: one goroutine at a time uses the entries.
+// exchange of messages, and holderStore.mu while the holder is replaced. The holder has no mutex:
+// one goroutine at a time uses the entries.
 package fdstore

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"os"
 	"os/exec"
@@ -93,34 +94,69 @@ func TestHolderIsDetached(t *testing.T) {
 	}
 }
 
-func TestStaleSocketIsReplaced(t *testing.T) {
-	cfg := testConfig(t)
-	s := open(t, Holder, cfg)
-	put(t, s, "a", "1")
-	pid := runningHolder(t, cfg.Socket)
+// wantEntries closes a store and checks what the next daemon finds.
+func wantEntries(t *testing.T, s Store, cfg Config, want map[string]string) {
+	t.Helper()
+	kit.Must(t, s.Close())
+	got := make(map[string]string)
+	for _, e := range open(t, Holder, cfg).Kept() {
+		got[e.Name] = contentOf(e.File)
+	}
+	if !maps.Equal(got, want) {
+		t.Errorf("entries of the next daemon: got %v, want %v", got, want)
+	}
+}
+
+// A daemon has entries of an earlier daemon and its own ones. Its holder is killed several times.
+func TestKilledHolderIsReplaced(t *testing.T) {
+	cfg, s, pid := holderWithEntry(t)
+	kit.Must(t, s.Close())
+	s = open(t, Holder, cfg)
+	put(t, s, "b", "2")
+	put(t, s, "c", "3")
+	for kills := uint64(1); kills <= 3; kills++ {
+		killHolder(t, cfg.Socket, pid)
+		kit.Eventually(t, "another holder", func() bool { return s.Restarts() == kills })
+		if err := s.Problem(); err != nil {
+			t.Errorf("problem after the replacement: got %v, want none", err)
+		}
+		pid = runningHolder(t, cfg.Socket)
+	}
+	kit.Must(t, s.Remove("c"))
+	put(t, s, "b", "4")
+	if fi, err := os.Stat(cfg.Socket); err != nil || fi.Mode() != os.ModeSocket|0o600 {
+		t.Errorf("mode of the socket: got %v, %v; want %v", fi, err, os.ModeSocket|0o600)
+	}
+	wantEntries(t, s, cfg, map[string]string{"a": "1", "b": "4"})
+}
+
+// The store has no holder for some time. It remembers what happens meanwhile.
+func TestHolderThatCannotStart(t *testing.T) {
+	cfg, s, pid := holderWithEntry(t)
+	put(t, s, "b", "2")
+	h := s.(*holderStore)
+	setCommand := func(command []string) {
+		h.mu.Lock()
+		h.cfg.Command = command
+		h.mu.Unlock()
+	}
+	setCommand([]string{"/bin/false"})
 	killHolder(t, cfg.Socket, pid)
-	if _, err := os.Lstat(cfg.Socket); err != nil {
-		t.Fatal(err)
-	}
-	f := memfd("2")
+	kit.Eventually(t, "attempt to replace the holder", func() bool {
+		return s.Problem() != nil && strings.Contains(s.Problem().Error(), "exit status 1")
+	})
+	put(t, s, "c", "3")
+	put(t, s, "a", "4")
+	kit.Must(t, s.Remove("b"))
+	f := memfd("5")
 	defer f.Close()
-	if err := s.Put("b", f); !errors.Is(err, ErrLost) {
-		t.Errorf("put without holder: got %v, want %v", err, ErrLost)
+	kit.Must(t, s.Put("d", f))
+	if err := s.Put("e", f); !errors.Is(err, ErrDuplicate) {
+		t.Errorf("put the same file under another name: got %v, want %v", err, ErrDuplicate)
 	}
-	if err := s.Remove("a"); !errors.Is(err, ErrLost) {
-		t.Errorf("second call without holder: got %v, want %v", err, ErrLost)
-	}
-	next := open(t, Holder, cfg)
-	if len(next.Kept()) != 0 {
-		t.Errorf("entries: got %v, want none", next.Kept())
-	}
-	if now := runningHolder(t, cfg.Socket); now == pid {
-		t.Error("no new holder")
-	}
-	fi, err := os.Stat(cfg.Socket)
-	if err != nil || fi.Mode() != os.ModeSocket|0o600 {
-		t.Errorf("mode of the socket: got %v, %v; want %v", fi.Mode(), err, os.ModeSocket|0o600)
-	}
+	setCommand(cfg.Command)
+	kit.Eventually(t, "another holder", func() bool { return s.Problem() == nil && s.Restarts() == 1 })
+	wantEntries(t, s, cfg, map[string]string{"a": "4", "c": "3", "d": "5"})
 }
 
 func TestOtherFileIsNotReplaced(t *testing.T) {
@@ -241,11 +277,10 @@ func TestTerminatedHolderWaitsForDaemon(t *testing.T) {
 
 func TestStoppedHolderTimesOut(t *testing.T) {
 	cfg, s, pid := holderWithEntry(t)
-	s.Close()
-	s = open(t, Holder, cfg)
-	short := cfg
-	short.Timeout = 100 * time.Millisecond
-	s.(*holderStore).conn.timeout = short.Timeout
+	h := s.(*holderStore)
+	h.mu.Lock()
+	h.cfg.Timeout, h.conn.timeout = 100*time.Millisecond, 100*time.Millisecond
+	h.mu.Unlock()
 	kit.Must(t, unix.Kill(pid, unix.SIGSTOP))
 	kit.Eventually(t, "stop of all threads of the holder", func() bool {
 		tasks, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/status", pid))
@@ -256,18 +291,19 @@ func TestStoppedHolderTimesOut(t *testing.T) {
 		}
 		return len(tasks) > 0
 	})
-	f := memfd("2")
-	defer f.Close()
-	if err := s.Put("a", f); !errors.Is(err, ErrLost) || !errors.Is(err, os.ErrDeadlineExceeded) {
-		t.Errorf("put: got %v, want %v with %v", err, ErrLost, os.ErrDeadlineExceeded)
+	put(t, s, "a", "2") // the holder keeps "1" until the next attempt
+	if err := s.Problem(); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("problem: got %v, want %v", err, os.ErrDeadlineExceeded)
 	}
-	if _, err := Holder(short); !errors.Is(err, os.ErrDeadlineExceeded) {
-		t.Errorf("open: got %v, want %v", err, os.ErrDeadlineExceeded)
-	}
+	h.mu.Lock()
+	h.cfg.Timeout = cfg.Timeout
+	h.mu.Unlock()
 	kit.Must(t, unix.Kill(pid, unix.SIGCONT))
-	if err := open(t, Holder, cfg).Put("a", f); err != nil {
-		t.Error(err)
+	kit.Eventually(t, "end of the problem", func() bool { return s.Problem() == nil })
+	if now := holderPID(t, cfg.Socket); now != pid {
+		t.Errorf("got holder %d, want %d again", now, pid)
 	}
+	wantEntries(t, s, cfg, map[string]string{"a": "2"})
 }
 
 func TestOtherUserIsRefused(t *testing.T) {

@@ -6,6 +6,8 @@ import (
 	"os"
 	"slices"
 	"time"
+
+	"github.com/hashicorp/go-hclog"
 )
 
 const (
@@ -30,9 +32,6 @@ var (
 	ErrDuplicate = errors.New("descriptor store has the same open file under another name")
 	// ErrBusy means that another process uses the store.
 	ErrBusy = errors.New("another daemon uses the descriptor store")
-	// ErrLost means that the connection to the store failed. An entry may be kept or not. The
-	// caller opens a new Store and puts its descriptors again.
-	ErrLost = errors.New("connection to the descriptor store lost")
 	// ErrName means that a name is not valid.
 	ErrName = errors.New("name of a descriptor is not valid")
 )
@@ -49,16 +48,20 @@ type Store interface {
 	// Kept returns the entries that the store had when it was opened. Every name occurs once. The
 	// caller closes the files; the store keeps its duplicates until Remove.
 	Kept() []Entry
-	// Put keeps a duplicate of f under name. Put returns nil only when the store has the
-	// descriptor. It replaces the entry of the same name: if this process is killed, the store has
-	// the previous descriptor or the new one. After an error the previous entry may be replaced or
-	// not.
+	// Put keeps a duplicate of f under name. Put returns nil when the store has the descriptor, and
+	// while Problem returns an error: the next holder gets the descriptor then. It replaces the
+	// entry of the same name: if this process is killed, the store has the previous descriptor or
+	// the new one. After an error the previous entry may be replaced or not.
 	//
 	// A Put of the open file that the name has already does nothing. An open file (the open file
 	// description of open(2)) can have one name only: otherwise the error is ErrDuplicate.
 	Put(name string, f *os.File) error
 	// Remove removes the entry and returns nil if there is none.
 	Remove(name string) error
+	// Problem returns why the store may have lost its entries, nil for none. It never waits.
+	Problem() error
+	// Restarts returns how often a lost holder process was replaced.
+	Restarts() uint64
 	// Close detaches this process. The entries stay in the store.
 	Close() error
 	// String describes the store for the log.
@@ -74,6 +77,8 @@ type Config struct {
 	Command []string
 	// Timeout bounds each exchange of messages with systemd or the holder. Zero means 10 s.
 	Timeout time.Duration
+	// Log reports the loss of a holder process and its replacement; nil for no log.
+	Log hclog.Logger
 }
 
 func (c Config) timeout() time.Duration {

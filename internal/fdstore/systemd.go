@@ -306,6 +306,12 @@ func (s *systemdStore) Remove(name string) error {
 	return nil
 }
 
+// Problem implements Store: systemd lives as long as its store.
+func (s *systemdStore) Problem() error { return nil }
+
+// Restarts implements Store.
+func (s *systemdStore) Restarts() uint64 { return 0 }
+
 // notify calls do with a connection to systemd.
 func (s *systemdStore) notify(do func(*notifier) error) error {
 	if s.closed {
