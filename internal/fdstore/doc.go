@@ -28,7 +28,8 @@
 // A daemon opens the store once, before it starts another program. Kept returns duplicates: the
 // entry stays in the store until Remove, so the daemon can be killed again at any time. Put returns
 // when the store has the descriptor. The daemon removes an entry when the mount has ended. After a
-// timeout of systemd the daemon may repeat the call.
+// timeout of systemd the daemon may repeat the call. The daemon calls Verify before it exits and
+// leaves its entries.
 //
 // # Choice of the store
 //
@@ -88,7 +89,8 @@
 // The daemon has a duplicate of each entry, and waits for the end of its connection to the holder.
 // When the holder ends, or does not answer in time, the daemon gives all entries to the next
 // holder. It tries again with pauses until it succeeds. Meanwhile Problem returns the reason, and
-// Put and Remove only change what the next holder gets.
+// Put and Remove only change what the next holder gets. Verify also finds a holder without socket,
+// which the next daemon could not reach.
 //
 // A daemon and a holder may be of different versions. A change of the protocol needs a new
 // protocolVersion, and a daemon that also speaks the old one.

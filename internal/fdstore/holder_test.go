@@ -154,9 +154,40 @@ func TestHolderThatCannotStart(t *testing.T) {
 	if err := s.Put("e", f); !errors.Is(err, ErrDuplicate) {
 		t.Errorf("put the same file under another name: got %v, want %v", err, ErrDuplicate)
 	}
+	if err := s.Verify(); err == nil || !strings.Contains(err.Error(), "replace "+s.String()+": start holder") {
+		t.Errorf("verify: got %v, want an error of the start", err)
+	}
 	setCommand(cfg.Command)
-	kit.Eventually(t, "another holder", func() bool { return s.Problem() == nil && s.Restarts() == 1 })
+	if err := errors.Join(s.Verify(), s.Problem()); err != nil || s.Restarts() != 1 {
+		t.Errorf("verify: got %v after %d restarts, want no error after 1", err, s.Restarts())
+	}
 	wantEntries(t, s, cfg, map[string]string{"a": "4", "c": "3", "d": "5"})
+}
+
+// A holder runs, but the next daemon would not get all entries.
+func TestVerifyReplacesIncompleteHolder(t *testing.T) {
+	for what, damage := range map[string]func(t *testing.T, s Store, cfg Config){
+		"socket removed": func(t *testing.T, _ Store, cfg Config) { kit.Must(t, os.Remove(cfg.Socket)) },
+		"entry missing": func(t *testing.T, s Store, _ Config) {
+			kit.Must(t, s.(*holderStore).conn.call(opRemove, "a", -1, nil))
+		},
+		"other entry": func(t *testing.T, s Store, _ Config) {
+			f := memfd("x")
+			defer f.Close()
+			kit.Must(t, withFD(f, func(fd int) error { return s.(*holderStore).conn.call(opPut, "a", fd, nil) }))
+		},
+	} {
+		t.Run(what, func(t *testing.T) {
+			cfg, s, _ := holderWithEntry(t)
+			kit.Must(t, s.Verify())
+			if n := s.Restarts(); n != 0 {
+				t.Errorf("restarts of a complete holder: got %d, want 0", n)
+			}
+			damage(t, s, cfg)
+			kit.Must(t, s.Verify())
+			wantEntries(t, s, cfg, map[string]string{"a": "1"})
+		})
+	}
 }
 
 func TestOtherFileIsNotReplaced(t *testing.T) {
@@ -295,11 +326,14 @@ func TestStoppedHolderTimesOut(t *testing.T) {
 	if err := s.Problem(); !errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Errorf("problem: got %v, want %v", err, os.ErrDeadlineExceeded)
 	}
+	if err := s.Verify(); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("verify: got %v, want %v", err, os.ErrDeadlineExceeded)
+	}
 	h.mu.Lock()
 	h.cfg.Timeout = cfg.Timeout
 	h.mu.Unlock()
 	kit.Must(t, unix.Kill(pid, unix.SIGCONT))
-	kit.Eventually(t, "end of the problem", func() bool { return s.Problem() == nil })
+	kit.Must(t, s.Verify())
 	if now := holderPID(t, cfg.Socket); now != pid {
 		t.Errorf("got holder %d, want %d again", now, pid)
 	}

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/hashicorp/go-hclog"
+	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/backoff"
 )
@@ -29,7 +30,7 @@ const (
 //	 +----------------------------+
 //	   a holder has all entries
 //
-// Close ends each state.
+// Close ends each state. watch makes the attempts; Verify makes one more at once.
 type holderStore struct {
 	kept
 	socket   string
@@ -195,6 +196,67 @@ func (h *holderStore) has(name string, fd int) (bool, error) {
 		return false, err
 	}
 	return own.isSame(d)
+}
+
+// Verify implements Store. A holder that lacks an entry, does not answer, or cannot be reached at
+// its socket is replaced.
+func (h *holderStore) Verify() error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.closed {
+		return os.ErrClosed
+	}
+	if h.conn != nil {
+		err := h.check()
+		if err == nil {
+			return nil
+		}
+		h.drop(err)
+	}
+	if err := h.replace(); err != nil {
+		return err
+	}
+	err := h.check()
+	if err != nil {
+		h.drop(err)
+	}
+	return err
+}
+
+// check asks the holder for its entries. The caller holds the lock, in the state kept.
+func (h *holderStore) check() error {
+	found := 0
+	var compareErr error
+	err := h.conn.call(opList, "", -1, func(name string, fd int) {
+		has, err := h.has(name, fd)
+		unix.Close(fd)
+		if has {
+			found++
+		}
+		compareErr = errors.Join(compareErr, err)
+	})
+	if err = errors.Join(err, compareErr); err != nil {
+		return fmt.Errorf("list descriptors of %v: %w", h, err)
+	}
+	if found != len(h.entries) {
+		return fmt.Errorf("%v has %d of %d descriptors", h, found, len(h.entries))
+	}
+	return h.checkSocket()
+}
+
+// checkSocket checks that the next daemon reaches the holder of this connection: the holder at the
+// socket must refuse a second daemon because of this one.
+func (h *holderStore) checkSocket() error {
+	other, err := connectHolder(h.cfg)
+	if err == nil {
+		other.closeFiles()
+		other.close()
+		return fmt.Errorf("%v is not the holder of this daemon", h)
+	}
+	if errors.Is(err, ErrBusy) {
+		return nil
+	}
+	return err
 }
 
 // Problem implements Store.

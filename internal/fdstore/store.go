@@ -58,6 +58,9 @@ type Store interface {
 	Put(name string, f *os.File) error
 	// Remove removes the entry and returns nil if there is none.
 	Remove(name string) error
+	// Verify checks that the store has all entries and that the next process can get them. It
+	// first tries to correct what is wrong. Its error says what Verify tried.
+	Verify() error
 	// Problem returns why the store may have lost its entries, nil for none. It never waits.
 	Problem() error
 	// Restarts returns how often a lost holder process was replaced.

@@ -306,6 +306,21 @@ func (s *systemdStore) Remove(name string) error {
 	return nil
 }
 
+// Verify implements Store. Put has asked systemd, which keeps what it has.
+func (s *systemdStore) Verify() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return os.ErrClosed
+	}
+	for name, all := range s.stored {
+		if !all[len(all)-1].confirmed {
+			return fmt.Errorf("systemd did not confirm that it keeps descriptor %q", name)
+		}
+	}
+	return nil
+}
+
 // Problem implements Store: systemd lives as long as its store.
 func (s *systemdStore) Problem() error { return nil }
 
