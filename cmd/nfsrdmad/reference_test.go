@@ -188,7 +188,7 @@ Those of traces exist only with ` + "`otlp_endpoint`" + `. The daemon also has t
 		metrics.NewCollector(func() []metrics.Snapshot { return []metrics.Snapshot{fullSnapshot()} }),
 		metrics.LossCollector(func() metrics.LostBytes { return metrics.LostBytes{} }), metrics.FaultInjection(false),
 		metrics.StateCollector(func() map[string]int { return map[string]int{"mounted": 1} }),
-		metrics.AbortCollector(func() uint64 { return 0 }),
+		metrics.AbortCollector(func() uint64 { return 0 }), metrics.KeptCollector(func() (k metrics.Kept) { return k }),
 		metrics.SpanCollector(func() metrics.Spans { return metrics.Spans{} }),
 	}
 	types := make(map[string]string)

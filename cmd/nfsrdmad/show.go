@@ -34,6 +34,10 @@ func printList(w io.Writer, l []control.MountInfo) {
 			break
 		}
 	}
+	if n := control.NotKept(l); len(n) > 0 {
+		item(w, "", fmt.Sprintf("%s would end with the daemon: %s", plural(uint64(len(n)), "mount"),
+			printable(n[0].NotKept)), " ")
+	}
 	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
 	fmt.Fprintln(t, "MOUNT POINT\tSOURCE\tSTATE\tPROVIDER\tSERVER")
 	for _, m := range l {

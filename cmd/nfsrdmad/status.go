@@ -108,6 +108,9 @@ func printMount(w io.Writer, m *control.MountStatus, now time.Time) {
 		}
 		item(w, "reason", reason, " ")
 	}
+	if m.NotKept != "" {
+		item(w, "not kept", printable(m.NotKept), " ")
+	}
 	if m.LastError != "" {
 		item(w, "last error", printable(m.LastError), " ")
 	}

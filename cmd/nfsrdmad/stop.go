@@ -13,8 +13,9 @@ const stopHelp = `Stop the daemon, and wait until it has exited.
 
 The daemon writes dirty data and unmounts all mounts, as for SIGTERM. With
 --keep-mounts it leaves mounts and shares to the next daemon: programs and
-guests that use them wait until that daemon runs. Without systemd only: in a
-unit, use "systemctl restart".`
+guests that use them wait until that daemon runs. It fails, and the daemon
+serves the mounts further, if a mount would end with the daemon. Without
+systemd only: in a unit, use "systemctl restart".`
 
 func stopCommand(c *commonFlags) *cobra.Command {
 	var r control.StopRequest

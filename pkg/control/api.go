@@ -111,6 +111,20 @@ type MountInfo struct {
 	Reason string `json:"reason,omitempty"`
 	// Stalled is the age of the oldest request without reply in seconds, if the mount is stalled.
 	Stalled float64 `json:"stalled_seconds,omitempty"`
+	// NotKept is why the mount would end with the daemon now, although keep_mounts is true; "" if
+	// the mount would stay.
+	NotKept string `json:"not_kept,omitempty"`
+}
+
+// NotKept returns the mounts of l that would end with the daemon although they are to be kept.
+func NotKept(l []MountInfo) []MountInfo {
+	var all []MountInfo
+	for _, m := range l {
+		if m.NotKept != "" {
+			all = append(all, m)
+		}
+	}
+	return all
 }
 
 // A MountKey identifies a mount of a daemon. Two mounts can have one directory: one that umount

@@ -12,6 +12,8 @@ import (
 )
 
 const (
+	// keepTimeout bounds the time in which the daemon checks that its mounts are kept.
+	keepTimeout = time.Minute
 	// stopMargin is how much longer than StopInfo.Timeout a client waits.
 	stopMargin = 5 * time.Second
 	// stopInterval is the time between two checks whether the daemon has exited.
@@ -25,7 +27,11 @@ func (c *Client) Stop(ctx context.Context, r StopRequest) error {
 	p := daemonProcess{socket: c.socket}
 	defer p.close()
 	var info StopInfo
-	if err := newClient(c.socket, p.find).do(ctx, requestTimeout, http.MethodPost, pathStop, r, &info); err != nil {
+	timeout := requestTimeout
+	if r.KeepMounts {
+		timeout = keepTimeout
+	}
+	if err := newClient(c.socket, p.find).do(ctx, timeout, http.MethodPost, pathStop, r, &info); err != nil {
 		return err
 	}
 	wait := time.Duration(info.Timeout*float64(time.Second)) + stopMargin

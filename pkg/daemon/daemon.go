@@ -103,7 +103,7 @@ func Start(cfg Config, log hclog.Logger) (*Daemon, error) {
 	}
 	d.table = mount.NewTable(mount.TableConfig{Log: log, Base: base, Timeout: cfg.ConnectTimeout.Std(), Faults: plan,
 		DirtyBytes: int64(cfg.DirtyBytes), ConnectRate: int(cfg.ConnectRate), LockListen: string(cfg.NLMListen),
-		StateDir: string(cfg.StateDir), Store: d.store, Allowed: allowed, Traces: d.traces,
+		StateDir: string(cfg.StateDir), Store: d.store, NoStore: d.keepFailure(), Allowed: allowed, Traces: d.traces,
 		NotifyHelper: []string{selfExe, NotifyHelperCommand}})
 	d.table.Restore()
 	d.logRestored()
@@ -138,9 +138,7 @@ func (d *Daemon) MetricsAddr() string { return d.metrics.addr() }
 // Close unmounts all mounts and stops the daemon. It takes at most the shutdown timeout and a few
 // seconds. Its error means that written data is lost; the log names the files.
 func (d *Daemon) Close() error {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(d.cfg.ShutdownTimeout))
-	defer cancel()
-	err := d.table.Close(ctx)
+	err := d.closeTable()
 	d.serving.Go(func() { d.closeTraces(traceGrace) })
 	shutdown(d.control)
 	d.metrics.close()
@@ -152,6 +150,13 @@ func (d *Daemon) Close() error {
 	d.socket.Release()
 	d.log.Info("stopped")
 	return err
+}
+
+// closeTable unmounts all mounts.
+func (d *Daemon) closeTable() error {
+	ctx, cancel := context.WithTimeout(context.Background(), d.cfg.ShutdownTimeout.Std())
+	defer cancel()
+	return d.table.Close(ctx)
 }
 
 // closeTraces exports the last traces, for at most the time flush, and ends the export.

@@ -3,12 +3,14 @@ package daemon
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"strconv"
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/fdstore"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 )
 
 const (
@@ -40,7 +42,7 @@ func (d *Daemon) openStore() error {
 		d.noStore = errKeepOff
 		return nil
 	}
-	cfg := fdstore.Config{Socket: socket, Command: []string{selfExe, HolderCommand}}
+	cfg := fdstore.Config{Socket: socket, Command: []string{selfExe, HolderCommand}, Log: d.log}
 	s, err := fdstore.Open(cfg)
 	for end := time.Now().Add(busyTimeout); errors.Is(err, fdstore.ErrBusy) && time.Now().Before(end); {
 		time.Sleep(busyInterval)
@@ -79,6 +81,36 @@ func (d *Daemon) logRestored() {
 	}
 }
 
+// keepFailure returns why the daemon has no store although keep_mounts is true.
+func (d *Daemon) keepFailure() error {
+	if errors.Is(d.noStore, errKeepOff) {
+		return nil
+	}
+	return d.noStore
+}
+
+// kept implements the metrics of kept mounts.
+func (d *Daemon) kept() (k metrics.Kept) {
+	k.NotKept = len(control.NotKept(d.table.List()))
+	if d.store != nil {
+		k.HolderRestarts = d.store.Restarts()
+	}
+	return k
+}
+
+// notKept returns an error if mounts would end with the daemon although keep_mounts is true.
+func (d *Daemon) notKept() error {
+	l := control.NotKept(d.table.List())
+	if len(l) == 0 {
+		return nil
+	}
+	more := ""
+	if len(l) > 1 {
+		more = fmt.Sprintf(" and %d more", len(l)-1)
+	}
+	return fmt.Errorf("%s%s would end with the daemon: %s", l[0].Dir, more, l[0].NotKept)
+}
+
 // stop starts the end of the daemon on request of a client. The daemon refuses to keep mounts that
 // would end with it.
 func (d *Daemon) stop(r control.StopRequest) (control.StopInfo, error) {
@@ -90,6 +122,14 @@ func (d *Daemon) stop(r control.StopRequest) (control.StopInfo, error) {
 		case fdstore.IsSystemd(d.store):
 			return control.StopInfo{}, control.Errorf(control.CodeUsage, "stop: systemd ends the mounts of a stopped "+
 				"service; use \"systemctl restart\", or stop without --keep-mounts")
+		}
+		err := d.store.Verify()
+		if err == nil {
+			err = d.notKept()
+		}
+		if err != nil {
+			return control.StopInfo{}, control.Errorf(control.CodeSystem, "stop: the daemon cannot keep its mounts and "+
+				"serves them further: %w; correct the cause and try again, or stop without --keep-mounts", err)
 		}
 	}
 	if !d.ending.CompareAndSwap(false, true) {
@@ -130,8 +170,9 @@ func (d *Daemon) leavesFor(job string, err error) bool {
 
 // Leave stops the daemon without unmounting: the mounts stay for the next daemon. It takes
 // d.writeTime and a few seconds at most. The process must exit afterwards: the store and the mounts
-// stay in use until then.
-func (d *Daemon) Leave() {
+// stay in use until then. If the store has lost the mounts and cannot get them again, Leave unmounts
+// them as [Daemon.Close] does, and its error has the same meaning.
+func (d *Daemon) Leave() (err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), d.writeTime)
 	defer cancel()
 	d.serving.Go(func() { shutdown(d.control) }) // ends requests that wait for a mount
@@ -139,7 +180,15 @@ func (d *Daemon) Leave() {
 	d.serving.Go(func() { d.closeTraces(traceLeaveGrace) })
 	d.table.Leave(ctx)
 	d.serving.Wait()
+	lost := d.store.Verify()
+	if lost != nil {
+		d.log.Error("unmounting: the mounts cannot be kept", "reason", control.OneLine(lost.Error()))
+		err = d.closeTable()
+	}
 	d.socket.Close()
 	d.socket.Release()
-	d.log.Info("stopped; the mounts stay for the next daemon")
+	if lost == nil {
+		d.log.Info("stopped; the mounts stay for the next daemon")
+	}
+	return err
 }

@@ -71,7 +71,7 @@ func (d *Daemon) metricsHandler() http.Handler {
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(metrics.NewCollector(d.table.Snapshots), metrics.FaultInjection(d.inject != ""),
 		metrics.LossCollector(d.table.LostBytes), metrics.StateCollector(d.table.States),
-		metrics.AbortCollector(d.table.StallAborts), collectors.NewGoCollector(),
+		metrics.AbortCollector(d.table.StallAborts), metrics.KeptCollector(d.kept), collectors.NewGoCollector(),
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	if d.traces != nil {
 		registry.MustRegister(metrics.SpanCollector(func() metrics.Spans {

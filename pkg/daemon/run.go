@@ -34,8 +34,7 @@ func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 		stopTime(cfg).Microseconds()))
 	if leave() {
 		notify(log, "STATUS=stopping; the mounts stay")
-		d.Leave()
-		return err
+		return errors.Join(err, d.Leave())
 	}
 	notify(log, "STATUS=unmounting")
 	return errors.Join(err, d.Close())
@@ -110,6 +109,9 @@ func (d *Daemon) statusLine() string {
 	}
 	if problem := mountProblems(d.table.List()); problem != "" {
 		status += "; " + problem
+	}
+	if err := d.notKept(); err != nil {
+		status += "; " + err.Error()
 	}
 	return status
 }

@@ -204,9 +204,11 @@ func (h *host) daemon(ctx context.Context) finding {
 		return fail(err, "")
 	}
 	f := ok("running at %s, mounts: %d", h.cfg.Socket, len(l))
+	if n := control.NotKept(l); len(n) > 0 {
+		f.add(fail(fmt.Errorf("%d of them would end with the daemon: %s", len(n), n[0].NotKept), ""))
+	}
 	if v, err := h.client.Version(ctx); err == nil && v.MetricsError != "" {
-		m := fail(errors.New(v.MetricsError), "")
-		f.result, f.text, f.remedy = Warning, f.text+"; "+m.text, m.remedy
+		f.add(fail(errors.New(v.MetricsError), ""))
 	}
 	return f
 }

@@ -67,6 +67,15 @@ func fail(err error, remedy string) finding {
 	return finding{result: Failed, text: text, remedy: remedy}
 }
 
+// add makes f a warning that includes the finding o.
+func (f *finding) add(o finding) {
+	f.result, f.text = Warning, f.text+"; "+o.text
+	if f.remedy != "" && o.remedy != "" {
+		f.remedy += "; "
+	}
+	f.remedy += o.remedy
+}
+
 // A step is one step of a diagnosis.
 type step struct {
 	name string

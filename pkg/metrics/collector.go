@@ -189,6 +189,36 @@ func (c AbortCollector) Collect(ch chan<- prometheus.Metric) {
 	ch <- prometheus.MustNewConstMetric(abortsDesc, prometheus.CounterValue, float64(c()))
 }
 
+var (
+	notKeptDesc = prometheus.NewDesc(prometheus.BuildFQName(namespace, "", "mounts_not_kept"),
+		"Mounts that would end with the daemon now, although keep_mounts is true.", nil, nil)
+	holderDesc = prometheus.NewDesc(prometheus.BuildFQName(namespace, "", "holder_restarts_total"),
+		"How often the daemon replaced the holder process, which keeps the mounts without systemd.", nil, nil)
+)
+
+// Kept says how mounts are kept while no daemon runs.
+type Kept struct {
+	NotKept        int    // mounts that would end with the daemon although they are to be kept
+	HolderRestarts uint64 // replacements of the holder process
+}
+
+// A KeptCollector is a prometheus.Collector over Kept. It calls the function at each scrape, perhaps
+// concurrently.
+type KeptCollector func() Kept
+
+// Describe implements prometheus.Collector.
+func (KeptCollector) Describe(ch chan<- *prometheus.Desc) {
+	ch <- notKeptDesc
+	ch <- holderDesc
+}
+
+// Collect implements prometheus.Collector.
+func (c KeptCollector) Collect(ch chan<- prometheus.Metric) {
+	kept := c()
+	ch <- prometheus.MustNewConstMetric(notKeptDesc, prometheus.GaugeValue, float64(kept.NotKept))
+	ch <- prometheus.MustNewConstMetric(holderDesc, prometheus.CounterValue, float64(kept.HolderRestarts))
+}
+
 // A StateCollector is a prometheus.Collector over the number of mounts in each state. It calls the
 // function at each scrape, perhaps concurrently.
 type StateCollector func() map[string]int

@@ -163,6 +163,7 @@ func TestDocumentsNameExistingMetrics(t *testing.T) {
 	LossCollector(nil).Describe(ch)
 	StateCollector(nil).Describe(ch)
 	AbortCollector(nil).Describe(ch)
+	KeptCollector(nil).Describe(ch)
 	SpanCollector(nil).Describe(ch)
 	close(ch)
 	for d := range ch {

@@ -21,9 +21,9 @@ func (s *mountStack) serveGuest(log hclog.Logger) (frontServer, error) {
 		Log: log.Named("virtiofs").With("socket", s.dir)}
 	if s.keeper != nil {
 		if s.left == nil {
-			if err := s.keeper.putGuest(); err != nil {
+			if s.keepError = s.keeper.putGuest(); s.keepError != nil {
 				log.Warn("the share ends with the daemon: its connection cannot be kept", "socket", s.dir, "reason",
-					err)
+					s.keepError)
 			}
 		}
 		c.State = s.keeper.guest

@@ -13,6 +13,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/fdstore"
 	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/front"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
@@ -143,6 +144,27 @@ func (k *keeper) putGuest() error {
 
 // keeps reports whether the next process can continue the mount.
 func (k *keeper) keeps() bool { return k != nil && k.mounted }
+
+// errNoStore is why a mount ends with a process that has no store.
+var errNoStore = errors.New("the process keeps no mounts")
+
+// notKept returns why the mount of e would end with this process although it is meant to stay; ""
+// if it stays, or during its build. The caller holds the lock of the table.
+func (t *Table) notKept(e *entry) string {
+	err := t.shared.noStore
+	if t.shared.store != nil {
+		if e.instance != nil {
+			err = e.instance.KeepError()
+		}
+		if err == nil {
+			err = t.shared.store.Problem()
+		}
+	}
+	if err == nil || e.instance == nil && e.left == nil {
+		return ""
+	}
+	return control.OneLine(err.Error())
+}
 
 // remove ends the keeping of a mount that has ended.
 func (k *keeper) remove() {

@@ -34,6 +34,7 @@ func (t *Table) all() []view {
 	views := make([]view, len(entries))
 	for i, e := range entries {
 		views[i] = view{e.info(), e.instance}
+		views[i].NotKept = t.notKept(e)
 	}
 	t.mu.Unlock()
 	slices.SortFunc(views, func(a, b view) int { return cmp.Or(cmp.Compare(a.Dir, b.Dir), a.Since.Compare(b.Since)) })

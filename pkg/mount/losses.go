@@ -22,6 +22,7 @@ type shared struct {
 	rejected atomic.Uint64       // bytes that a server rejected
 	unmount  atomic.Uint64       // bytes that the end of a mount discarded
 	store    fdstore.Store       // keeps the mounts while no process serves them; nil for none
+	noStore  error               // why store is nil; nil if the mounts are meant to end with the process
 	helper   []string            // command of the process that sends notifications of kept mounts
 	locks    *nlm.Service        // calls of lock servers for all mounts; nil for none
 	connects *xprt.ConnectLimits // of the connects of all mounts

@@ -237,7 +237,7 @@ func (t *Table) Leave(ctx context.Context) {
 	for i, e := range entries {
 		switch instance := instances[i]; {
 		case instance == nil && e.left != nil: // its state is unchanged
-		case instance != nil && instance.Kept():
+		case instance != nil && instance.KeepError() == nil:
 			ends.Go(func() { instance.Flush(ctx, 0) })
 		default:
 			ends.Go(func() {

@@ -1,6 +1,7 @@
 package mount
 
 import (
+	"cmp"
 	"context"
 	"encoding/hex"
 	"errors"
@@ -75,6 +76,7 @@ type mountStack struct {
 	usage      usage
 	since      time.Time // of usage and of the other counters
 	keeper     *keeper   // nil if the mount ends with the process
+	keepError  error     // of the keeper
 	aborted    atomic.Bool
 	stallFinder
 	invalid loglimit.Limiter
@@ -140,9 +142,7 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 			return err
 		}
 	}
-	if err := s.keep(&root, log); err != nil {
-		return err
-	}
+	s.keep(&root, log)
 	if s.left == nil {
 		undo = append(undo, s.keeper.remove)
 	}
@@ -248,30 +248,30 @@ var errNotResumed = errors.New("the connection cannot be continued")
 
 // keep makes the state that the next process needs to continue the mount. Without it, the mount
 // ends with this process.
-func (s *mountStack) keep(root *mountd.Result, log hclog.Logger) (err error) {
+func (s *mountStack) keep(root *mountd.Result, log hclog.Logger) {
 	if s.left != nil {
 		s.keeper = s.left.keeper
-		return nil
+		return
 	}
 	if s.shared.store == nil {
-		return nil
+		return
 	}
-	s.keeper, err = newKeeper(s.shared.store, s.shared.helper, &description{Spec: s.spec.String(), Dir: s.dir,
+	s.keeper, s.keepError = newKeeper(s.shared.store, s.shared.helper, &description{Spec: s.spec.String(), Dir: s.dir,
 		Options: s.opts.String(), Since: time.Now(), Root: hex.EncodeToString(root.FH.Bytes()), MountPort: root.Port,
 		Virtiofs: s.virtiofs},
 		s.opts.DirtyBytes)
-	if err != nil {
-		log.Warn("the mount ends with the daemon: its state cannot be kept", "mount", s.dir, "reason", err)
+	if s.keepError != nil {
+		log.Warn("the mount ends with the daemon: its state cannot be kept", "mount", s.dir, "reason", s.keepError)
 		s.keeper = nil
 	}
-	return nil
 }
 
 // keepConnection puts the connection to the kernel into the store.
 func (s *mountStack) keepConnection(log hclog.Logger) func(*front.Device, *os.File) error {
 	return func(d *front.Device, mem *os.File) error {
-		if err := s.keeper.putConnection(d, mem); err != nil {
-			log.Warn("the mount ends with the daemon: its connection cannot be kept", "mount", s.dir, "reason", err)
+		if s.keepError = s.keeper.putConnection(d, mem); s.keepError != nil {
+			log.Warn("the mount ends with the daemon: its connection cannot be kept", "mount", s.dir, "reason",
+				s.keepError)
 		}
 		return nil
 	}
@@ -287,8 +287,13 @@ func (s *mountStack) mountOptions(log hclog.Logger) fusefs.MountOptions {
 	}
 }
 
-// Kept implements mountInstance.
-func (s *mountStack) Kept() bool { return s.keeper.keeps() }
+// KeepError implements mountInstance.
+func (s *mountStack) KeepError() error {
+	if s.keeper.keeps() {
+		return nil
+	}
+	return cmp.Or(s.keepError, errNoStore)
+}
 
 // settled is called when a mount of an earlier process has handled the requests of that process.
 func (s *mountStack) settled() {

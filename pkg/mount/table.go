@@ -35,8 +35,9 @@ type mountInstance interface {
 	Flush(ctx context.Context, stall time.Duration)
 	// Close releases the layers below the file system. The table calls it once, after Wait.
 	Close()
-	// Kept reports whether the mount continues when the process ends without unmounting.
-	Kept() bool
+	// KeepError returns why the mount ends with the process, nil if it continues when the process
+	// ends without unmounting.
+	KeepError() error
 	// Stalled returns the age of the oldest request without reply. One goroutine calls it, again
 	// and again.
 	Stalled() stall
@@ -129,8 +130,10 @@ type TableConfig struct {
 	LockListen string
 	// StateDir keeps the journal of locks; "" for none.
 	StateDir string
-	// Store keeps the mounts while no daemon runs. nil: the mounts end with this process.
-	Store fdstore.Store
+	// Store keeps the mounts while no daemon runs. nil: the mounts end with this process. NoStore is
+	// why then; nil if they are meant to.
+	Store   fdstore.Store
+	NoStore error
 	// Allowed are the mounts that the table may make. Mounts of an earlier process continue in any
 	// case.
 	Allowed Allowed
@@ -146,7 +149,7 @@ type TableConfig struct {
 // NewTable returns an empty table.
 func NewTable(c TableConfig) *Table {
 	common := &shared{log: c.Log.Named("mount"), dirty: fusefs.NewDirtyTotal(c.DirtyBytes),
-		store: c.Store, helper: c.NotifyHelper, connects: xprt.NewConnectLimits(c.ConnectRate), traces: c.Traces}
+		store: c.Store, noStore: c.NoStore, helper: c.NotifyHelper, connects: xprt.NewConnectLimits(c.ConnectRate), traces: c.Traces}
 	common.locks = nlm.NewService(nlm.ServiceConfig{Listen: c.LockListen, StateDir: c.StateDir,
 		Restore: c.Store != nil,
 		Logger:  c.Log.Named("locks")})

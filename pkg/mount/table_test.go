@@ -54,7 +54,7 @@ func (s *fakeMount) Describe(i *control.MountInfo) { i.Failure = s.failure }
 func (s *fakeMount) Flush(ctx context.Context, stall time.Duration) { s.flush(ctx, stall) }
 
 func (s *fakeMount) Stalled() stall              { return s.stalled() }
-func (s *fakeMount) Kept() bool                  { return false }
+func (s *fakeMount) KeepError() error            { return errNoStore }
 func (s *fakeMount) Status() control.MountStatus { return control.MountStatus{} }
 func (s *fakeMount) Stats() control.MountStats   { return control.MountStats{} }
 func (s *fakeMount) Slow() control.SlowCalls     { return control.SlowCalls{} }

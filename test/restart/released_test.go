@@ -12,6 +12,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // checkReleased checks that nothing is left of what the workers did. They have no file open.
@@ -37,7 +38,7 @@ func (r *rig) descriptors() map[string]int {
 	r.t.Helper()
 	counts := make(map[string]int)
 	number := regexp.MustCompile(`[0-9]+`)
-	for name, pid := range map[string]int{"daemon": r.daemon.Cmd.Process.Pid, "holder": r.holderID()} {
+	for name, pid := range map[string]int{"daemon": r.daemon.Cmd.Process.Pid, "holder": mounts.HolderOf(r.t, r.socket)} {
 		files, err := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", pid))
 		if err != nil || len(files) == 0 {
 			r.t.Fatalf("descriptors of the %s, process %d: got none, %v", name, pid, err)

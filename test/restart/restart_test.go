@@ -100,7 +100,7 @@ func restart(t *testing.T, r *rig, w *worker, rng *rand.Rand, a amount) {
 			r.kill(crashes[kills%len(crashes)])
 		} else {
 			leaves--
-			r.leave()
+			r.leave(leaves%2 == 0)
 		}
 		r.start()
 	}
@@ -344,7 +344,7 @@ func TestOtherVersion(t *testing.T) {
 	if !strings.Contains(r.daemon.Out.String(), "left alone") {
 		t.Errorf("got log %s, want an error", r.daemon.Out.String())
 	}
-	r.leave()
+	r.leave(true)
 	r.start()
 	r.waitState(control.StateKept)
 	r.kill(syscall.SIGTERM)

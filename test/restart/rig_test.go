@@ -10,7 +10,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -147,10 +146,13 @@ func (r *rig) kill(sig syscall.Signal) {
 	r.daemon.End(r.t, sig)
 }
 
-// leave stops the daemon without unmounting.
-func (r *rig) leave() {
+// leave stops the daemon without unmounting. It may kill the process that keeps the mounts before.
+func (r *rig) leave(killHolder bool) {
 	r.t.Helper()
 	r.ready()
+	if killHolder {
+		kit.Must(r.t, syscall.Kill(mounts.HolderOf(r.t, r.socket), syscall.SIGKILL))
+	}
 	r.cli("stop", "--keep-mounts")
 	select {
 	case <-r.daemon.Ended:
@@ -240,7 +242,7 @@ func (r *rig) end(code int) {
 	if mounts.IsMountPoint(r.dir) {
 		r.t.Errorf("%s is mounted at the end", r.dir)
 	}
-	holder := r.holderID()
+	holder := mounts.HolderOf(r.t, r.socket)
 	if holder == 0 {
 		r.t.Error("the process that keeps the mounts was not found")
 	}
@@ -266,34 +268,6 @@ func (r *rig) mountEnds() {
 		}
 		return err
 	})
-}
-
-// holderID returns the ID of the process that listens on the socket of the holder, or 0.
-func (r *rig) holderID() int {
-	sockets, err := os.ReadFile("/proc/net/unix")
-	kit.Must(r.t, err)
-	inodes := make(map[string]bool)
-	for line := range strings.Lines(string(sockets)) {
-		if f := strings.Fields(line); len(f) == 8 && f[7] == r.socket+".fds" {
-			inodes["socket:["+f[6]+"]"] = true
-		}
-	}
-	comms, _ := filepath.Glob("/proc/[0-9]*/comm")
-	for _, file := range comms {
-		if comm, err := os.ReadFile(file); err != nil || strings.TrimSpace(string(comm)) != "nfsrdmad-holder" {
-			continue
-		}
-		files, _ := filepath.Glob(filepath.Dir(file) + "/fd/*")
-		if slices.ContainsFunc(files, func(f string) bool {
-			target, _ := os.Readlink(f)
-			return inodes[target]
-		}) {
-			var pid int
-			_, _ = fmt.Sscanf(file, "/proc/%d/comm", &pid)
-			return pid
-		}
-	}
-	return 0
 }
 
 // checkLogs checks the output of all daemons.
