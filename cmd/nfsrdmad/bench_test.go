@@ -77,7 +77,7 @@ func TestBenchEndsEarly(t *testing.T) {
 	if _, err := os.Lstat(file); err == nil {
 		t.Error("the file of --json exists after the interrupt")
 	}
-	small, readOnly := mounts.MemoryDir(t, "size=1m"), mounts.MemoryDir(t, "ro")
+	small, readOnly := mounts.MemoryDir(t, "size=512k"), mounts.MemoryDir(t, "ro")
 	nfsrdmad(t, shortBench(small, "--json", file)...).fails(t, 2, small, "no space left on device",
 		"sequential write, 1 MiB")
 	nfsrdmad(t, shortBench(readOnly)...).fails(t, 2, readOnly, "read-only file system")
