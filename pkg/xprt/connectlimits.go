@@ -20,7 +20,9 @@ const connectBurst = 16
 type ConnectLimits struct {
 	perSecond int
 
-	mu        sync.Mutex // guards byAddress; no other lock of this package is taken while it is held
+	// mu guards byAddress and makes a refusal atomic: a turn that is given back counts if another
+	// connect has got one behind it. No other lock of this package is taken while mu is held.
+	mu        sync.Mutex
 	byAddress map[netip.Addr]*rate.Limiter
 }
 
@@ -59,25 +61,10 @@ func (l *ConnectLimits) Wait(ctx context.Context, addresses ...netip.Addr) error
 	for _, a := range addresses {
 		connects[a]++
 	}
-	now, turns := time.Now(), make([]*rate.Reservation, 0, len(connects))
-	giveUp := func(err error) error {
-		for _, r := range turns {
-			r.CancelAt(now) // those without delay, too
-		}
+	now := time.Now()
+	turns, delay, err := l.reserve(ctx, now, connects)
+	if err != nil || delay == 0 {
 		return err
-	}
-	deadline, bounded := ctx.Deadline()
-	var delay time.Duration
-	for a, n := range connects {
-		r := l.limiter(a).ReserveN(now, n)
-		turns = append(turns, r)
-		delay = max(delay, r.DelayFrom(now))
-		if bounded && now.Add(delay).After(deadline) || !r.OK() {
-			return giveUp(&ConnectLimitError{a, l.perSecond})
-		}
-	}
-	if delay == 0 {
-		return nil
 	}
 	timer := time.NewTimer(delay)
 	defer timer.Stop()
@@ -85,13 +72,38 @@ func (l *ConnectLimits) Wait(ctx context.Context, addresses ...netip.Addr) error
 	case <-timer.C:
 		return nil
 	case <-ctx.Done():
-		return giveUp(ctx.Err())
+		giveBack(turns, now)
+		return ctx.Err()
 	}
 }
 
-func (l *ConnectLimits) limiter(address netip.Addr) *rate.Limiter {
+// reserve takes the turns of connects, which come together after delay. It takes none with an error.
+func (l *ConnectLimits) reserve(ctx context.Context, now time.Time,
+	connects map[netip.Addr]int) (turns []*rate.Reservation, delay time.Duration, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	deadline, bounded := ctx.Deadline()
+	for a, n := range connects {
+		r := l.limiter(a).ReserveN(now, n)
+		turns = append(turns, r)
+		delay = max(delay, r.DelayFrom(now))
+		if bounded && now.Add(delay).After(deadline) || !r.OK() {
+			giveBack(turns, now)
+			return nil, 0, &ConnectLimitError{a, l.perSecond}
+		}
+	}
+	return turns, delay, nil
+}
+
+// giveBack gives turns back, those without delay, too.
+func giveBack(turns []*rate.Reservation, now time.Time) {
+	for _, r := range turns {
+		r.CancelAt(now)
+	}
+}
+
+// limiter returns the limiter of an address. The caller holds mu.
+func (l *ConnectLimits) limiter(address netip.Addr) *rate.Limiter {
 	limiter := l.byAddress[address]
 	if limiter == nil {
 		for a, other := range l.byAddress { // forget those that are as new, so that their number is bounded

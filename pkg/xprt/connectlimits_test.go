@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -115,6 +116,38 @@ func TestDialWaitsForLimits(t *testing.T) {
 		}
 		if d := time.Since(began); d != 100*time.Millisecond {
 			t.Errorf("%d connects took %v, want 100ms", connectBurst+1, d)
+		}
+	})
+}
+
+// TestRefusedConnectsDoNotCount requests more connects at once than the limits permit before the
+// deadline. Those that are refused must not delay the next ones.
+func TestRefusedConnectsDoNotCount(t *testing.T) {
+	const perSecond, deadline = 50, 30 * time.Second
+	const permitted = connectBurst + perSecond*int(deadline/time.Second)
+	synctest.Test(t, func(t *testing.T) {
+		l, a, began := NewConnectLimits(perSecond), netip.MustParseAddr("192.0.2.1"), time.Now()
+		var work sync.WaitGroup
+		var admitted atomic.Int32
+		for range 5 * permitted {
+			work.Go(func() {
+				ctx, cancel := context.WithTimeout(t.Context(), deadline)
+				defer cancel()
+				if l.Wait(ctx, a) == nil {
+					admitted.Add(1)
+				}
+			})
+		}
+		synctest.Wait()
+		work.Go(func() {
+			err := l.Wait(t.Context(), a)
+			if waited := time.Since(began); err != nil || waited.Round(time.Millisecond) > deadline+time.Second/perSecond {
+				t.Errorf("next connect without a deadline: got error %v after %v, want none after %v", err, waited, deadline)
+			}
+		})
+		work.Wait()
+		if n := int(admitted.Load()); n != permitted {
+			t.Errorf("connects within %v: got %d, want %d", deadline, n, permitted)
 		}
 	})
 }

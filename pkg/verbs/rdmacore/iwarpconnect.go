@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
 // A stock siw server loses its listener in two cases: more than ten connects arrive at once, or a
@@ -19,8 +20,8 @@ import (
 // milliseconds, or longer from a busy peer.
 const answerTimeout = 2 * time.Second
 
-// iwarpTurn holds a token while a connect to an iWARP peer is in progress.
-var iwarpTurn = make(chan struct{}, 1)
+// iwarpTurn is held while a connect to an iWARP peer is in progress.
+var iwarpTurn base.Turn
 
 // acquireTurn waits until no other connect to an iWARP peer is in progress. It returns false if
 // this connect is canceled first.
@@ -28,23 +29,17 @@ func (c *connID) acquireTurn(ctx context.Context) bool {
 	if c.dev.attrs.Transport != verbs.TransportIWARP {
 		return true
 	}
-	select {
-	case iwarpTurn <- struct{}{}:
-		c.hasTurn.Store(true)
-		return true
-	case <-ctx.Done():
-		return false
-	case <-c.Done():
-		return false
-	case <-c.removed():
+	if iwarpTurn.Acquire(ctx, c.Done(), c.removed()) != nil {
 		return false
 	}
+	c.hasTurn.Store(true)
+	return true
 }
 
 // releaseTurn lets the next connect proceed. It does nothing without a turn.
 func (c *connID) releaseTurn() {
 	if c.hasTurn.CompareAndSwap(true, false) {
-		<-iwarpTurn
+		iwarpTurn.Release()
 	}
 }
 

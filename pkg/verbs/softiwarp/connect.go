@@ -24,8 +24,8 @@ type connectLimiter struct {
 }
 
 type addrLimit struct {
-	free chan struct{} // holds a token while no connect is running
-	refs int           // running and waiting connects; guarded by connectLimiter.mu
+	turn base.Turn
+	refs int // running and waiting connects; guarded by connectLimiter.mu
 }
 
 // connects is shared by all providers of the process, because they may connect to the same peer.
@@ -38,8 +38,7 @@ func (t *connectLimiter) acquire(ctx context.Context, closed <-chan struct{}, a 
 	t.mu.Lock()
 	g := t.addrs[a]
 	if g == nil {
-		g = &addrLimit{free: make(chan struct{}, 1)}
-		g.free <- struct{}{}
+		g = &addrLimit{}
 		t.addrs[a] = g
 	}
 	g.refs++
@@ -51,26 +50,11 @@ func (t *connectLimiter) acquire(ctx context.Context, closed <-chan struct{}, a 
 		}
 		t.mu.Unlock()
 	}
-	if err = ctx.Err(); err != nil { // even when no connect is running
+	if err = g.turn.Acquire(ctx, closed, nil); err != nil {
 		drop()
 		return nil, err
 	}
-	select {
-	case <-closed:
-		drop()
-		return nil, base.ErrClosed
-	default:
-	}
-	select {
-	case <-g.free:
-		return func() { g.free <- struct{}{}; drop() }, nil
-	case <-ctx.Done():
-		err = ctx.Err()
-	case <-closed:
-		err = base.ErrClosed
-	}
-	drop()
-	return nil, err
+	return func() { g.turn.Release(); drop() }, nil
 }
 
 // settleInterval is how often Settle checks.
