@@ -74,6 +74,8 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/backoff", ""},
 	{"internal/bench", ""},
 	{"internal/fairshare", ""},
+	{"internal/fairqueue", ""},
+	{"internal/fdstore", ""},
 	{"internal/leakcheck", ""},
 	{"internal/loglimit", ""},
 	{"internal/memfd", ""},
