@@ -66,7 +66,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/fdstore", "internal/backoff internal/oomscore"},
 	{"internal/slotfile", "internal/memfd"},
 	{"pkg/front", "internal/memfd internal/oomscore pkg/ledger"},
-	{"pkg/membuf", "internal/leakcheck internal/memfd"},
+	{"pkg/membuf", "internal/fairqueue internal/leakcheck internal/memfd"},
 	{"pkg/nfs3", "pkg/sunrpc"},
 	{"pkg/verbs/internal/base", "internal/leakcheck pkg/verbs"},
 	{"internal/resvport", "internal/loglimit"},

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
 // Reads and written data share the pool. The buffers of a read return soon: a read holds no buffer
@@ -14,8 +15,8 @@ import (
 // of busy files holds all that, other files are written without keeping data.
 
 const (
-	// bufferPollInterval is how long a request waits for a buffer before it starts to write back
-	// another file.
+	// bufferPollInterval is the time between two files that are written back while requests wait
+	// for buffers.
 	bufferPollInterval = 20 * time.Millisecond
 	// fileShareNum / fileShareDen is the part of the dirty buffers that one of several files may
 	// hold.
@@ -32,33 +33,27 @@ func (fs *FS) dirtyLimit() int {
 	return min(n, max(1, int(fs.opts.DirtyBytes/int64(fs.buffers.Size()))))
 }
 
-// getBuffer takes a buffer from the pool. When the pool is empty, getBuffer starts to write back
-// other files, so that readers and writers cannot starve each other. getBuffer returns nil when ctx
-// ends. The caller must hold no lock and no other buffer.
-func (fs *FS) getBuffer(ctx context.Context) []byte {
+// getBuffer takes a buffer from the pool for the user of a credential. When the pool is empty,
+// getBuffer waits for its turn, and reclaimer writes back other files, so that readers and writers
+// cannot starve each other. getBuffer returns nil when ctx ends. The caller must hold no lock and no
+// other buffer.
+func (fs *FS) getBuffer(ctx context.Context, cred []byte) []byte {
 	if b := fs.buffers.TryGet(); b != nil {
 		return b
 	}
 	fs.Counters.BufferWaits.Add(1)
-	for ctx.Err() == nil {
-		fs.reclaim(nil)
-		over := make(chan struct{})
-		timer := time.AfterFunc(bufferPollInterval, func() { close(over) })
-		b := fs.buffers.Get(over)
-		timer.Stop()
-		if b != nil {
-			return b
-		}
-	}
-	return nil
+	fs.reclaimer.begin(func() { defer fs.recovered(); fs.reclaim(nil) })
+	defer fs.reclaimer.end()
+	return fs.buffers.Get(ctx.Done(), sunrpc.CredUID(cred))
 }
 
-// getDirtyBuffer returns a buffer for data written to a file. While the FS or the file holds as
+// getDirtyBuffer returns a buffer for data written to an open file. While the FS or the file holds as
 // much dirty data as it may, getDirtyBuffer makes data stable and waits. It returns nil when ctx
 // ends. It returns nil and through when waiting is useless, because the server is busy with all
 // files that hold data: the caller must then write without keeping data. The caller must hold no
 // lock and no other buffer.
-func (fs *FS) getDirtyBuffer(ctx context.Context, ino *inode) (b []byte, through bool) {
+func (fs *FS) getDirtyBuffer(ctx context.Context, h *fileHandle) (b []byte, through bool) {
+	ino := h.ino
 	for counted := false; ; counted = true {
 		wake, useless := fs.takeDirty(ino)
 		if wake == nil {
@@ -82,7 +77,7 @@ func (fs *FS) getDirtyBuffer(ctx context.Context, ino *inode) (b []byte, through
 			return nil, false
 		}
 	}
-	if b = fs.getBuffer(ctx); b == nil {
+	if b = fs.getBuffer(ctx, h.cred); b == nil {
 		fs.giveDirty(ino)
 	}
 	return b, false
@@ -205,7 +200,7 @@ func (fs *FS) writeThrough(r *request, h *fileHandle, off uint64, data []byte) (
 
 func (fs *FS) writeThroughOnce(r *request, h *fileHandle, off uint64, data []byte) (int, error) {
 	ino, w := h.ino, &h.ino.wb
-	buf := fs.getBuffer(r)
+	buf := fs.getBuffer(r, h.cred)
 	if buf == nil {
 		return 0, syscall.EINTR
 	}

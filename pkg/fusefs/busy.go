@@ -100,10 +100,10 @@ func (fs *FS) clearBusy(ino *inode, mark *busyMark) {
 	fs.dirty.changed()
 }
 
-// pauseRead is retryJukebox for a call that reads into t, of which done bytes are read. pauseRead
+// pauseRead is retryJukebox for a call with cred that reads into t, of which done bytes are read. It
 // gives a buffer of the pool back during the delay, and sets *err to nil when the call must be
 // repeated. It returns the bytes that are still in t. After an error t may have no memory.
-func (fs *FS) pauseRead(r *request, err *error, t *target, done, try int) int {
+func (fs *FS) pauseRead(r *request, cred []byte, err *error, t *target, done, try int) int {
 	pooled := t.buf != nil
 	keeps := fs.busyReads.begin(pooled && done > 0, fs.buffers.Limit())
 	if pooled && !keeps {
@@ -116,7 +116,7 @@ func (fs *FS) pauseRead(r *request, err *error, t *target, done, try int) int {
 		return done
 	}
 	if len(t.all) == 0 {
-		buf := fs.getBuffer(r)
+		buf := fs.getBuffer(r, cred)
 		if buf == nil {
 			*err = syscall.EINTR
 			return 0

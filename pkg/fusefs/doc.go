@@ -40,6 +40,7 @@
 //	droppages.go  cached pages of rejected data, and of data written past them
 //	failure.go    panics
 //	buffers.go    the shares of reads and written data in the buffer pool
+//	reclaimer.go  writes back files while requests wait for buffers
 //	busy.go       retries after NFS3ERR_JUKEBOX
 //	invalid.go    replies that break the protocol
 //	commit.go     COMMIT, write verifiers, replay (RFC 1813 §3.3.7, §3.3.21, §4.8)
@@ -73,8 +74,9 @@
 // Data of an open file is made stable when it is DirtyExpire old. When the server rejects data, the
 // open files report the error, and the kernel drops the data from its cache.
 //
-// The buffer pool bounds the memory for data. Readers and writers share it. A request that finds
-// the pool empty first writes back other files. A pool with a single buffer is slow but correct.
+// The buffer pool bounds the memory for data. Readers and writers share it. While requests wait for
+// a buffer, other files are written back. The users whose requests wait have turns. A pool with a
+// single buffer is slow but correct.
 // DirtyBytes and DirtyTotal bound the data that is not stable. A mount whose server does not answer
 // holds no more than its own bound.
 //
@@ -109,6 +111,7 @@
 // # Locks
 //
 // lookupCache.mu, credentials.mu, nameExpiry.mu and busyReads.mu each guard their fields.
+// reclaimer.mu guards its fields, and is held while reclaim takes FS.dirty.
 //
 // inodeTable.mu guards the maps, lookup counts, open counts and removals in flight. inode.mu guards
 // one node's attributes. State.mu guards the records of requests. writeback.mu (in the inode)

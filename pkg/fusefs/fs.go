@@ -189,8 +189,9 @@ type FS struct {
 		// files that the kernel has released and whose locks are not released yet
 		releasing map[*fileHandle]struct{}
 	}
-	dirty    dirtySet
-	restored []func() // work that an earlier process has left, for resume
+	dirty     dirtySet
+	reclaimer reclaimer
+	restored  []func() // work that an earlier process has left, for resume
 	// files that an earlier process has hidden, by hidden name; set before the FS is used
 	hiddenBefore map[string]*inode
 	draining     atomic.Bool            // each write waits for stable storage

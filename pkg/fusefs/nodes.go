@@ -260,7 +260,7 @@ func (fs *FS) Readlink(cancel <-chan struct{}, h *fuse.InHeader) ([]byte, fuse.S
 
 func (fs *FS) readlink(r *request, ino *inode) ([]byte, error) {
 	// The server may write the path with RDMA. Not every device reaches memory outside the pool.
-	buf := fs.getBuffer(r)
+	buf := fs.getBuffer(r, r.cred)
 	if buf == nil {
 		return nil, syscall.EINTR
 	}
@@ -272,7 +272,7 @@ func (fs *FS) readlink(r *request, ino *inode) ([]byte, error) {
 		start := fs.callStart()
 		err := fs.client.ReadLink(r, r.cred, ino.fh, t.buf[:nfs3.MaxPath], &res)
 		if isBusy(err) {
-			if _ = fs.pauseRead(r, &err, t, 0, try); err == nil {
+			if _ = fs.pauseRead(r, r.cred, &err, t, 0, try); err == nil {
 				continue
 			}
 		}

@@ -121,7 +121,7 @@ func (fs *FS) read(r *request, in *fuse.ReadIn, t *target) (n int, err error) {
 		return 0, err
 	}
 	if len(t.all) == 0 {
-		buf := fs.getBuffer(r)
+		buf := fs.getBuffer(r, h.cred)
 		if buf == nil {
 			return 0, syscall.EINTR
 		}
@@ -142,7 +142,7 @@ func (fs *FS) readFull(r *request, h *fileHandle, in *fuse.ReadIn, t *target) (d
 		start := fs.callStart()
 		err := fs.client.ReadPieces(r, h.cred, h.ino.fh, in.Offset+uint64(done), part, &res)
 		if isBusy(err) {
-			if done = fs.pauseRead(r, &err, t, done, try); err == nil {
+			if done = fs.pauseRead(r, h.cred, &err, t, done, try); err == nil {
 				try++
 				continue
 			}

@@ -259,7 +259,7 @@ func (fs *FS) buffer(r *request, h *fileHandle, off uint64, data []byte) (taken 
 			continue
 		}
 		var through bool
-		if spare, through = fs.getDirtyBuffer(r, h.ino); spare != nil {
+		if spare, through = fs.getDirtyBuffer(r, h); spare != nil {
 			continue
 		}
 		if !through {

@@ -56,7 +56,7 @@ func TestPoolLimitsBuffers(t *testing.T) {
 	p := membuf.NewPool(size, most)
 	var out [][]byte
 	for range most {
-		b := p.Get(nil)
+		b := p.Get(nil, 0)
 		if len(b) != size {
 			t.Fatalf("length of a buffer: got %d, want %d", len(b), size)
 		}
@@ -67,24 +67,24 @@ func TestPoolLimitsBuffers(t *testing.T) {
 	}
 	done := make(chan struct{})
 	close(done)
-	if p.Get(done) != nil {
+	if p.Get(done, 0) != nil {
 		t.Error("Get with all buffers in use: got a buffer, want nil")
 	}
 	waiting := make(chan []byte)
-	go func() { waiting <- p.Get(nil) }()
+	go func() { waiting <- p.Get(nil, 0) }()
 	p.Put(out[0][:10]) // a reslice from the first byte on
 	if b := <-waiting; &b[0] != &out[0][0] || len(b) != size {
 		t.Errorf("waiting Get: got another buffer or %d bytes, want the buffer of Put with %d bytes", len(b), size)
 	}
 
 	// Close wakes a waiting Get, and Put frees the buffers that were in use.
-	go func() { waiting <- p.Get(nil) }()
+	go func() { waiting <- p.Get(nil, 0) }()
 	p.Close()
 	p.Close()
 	if b := <-waiting; b != nil {
 		t.Error("waiting Get after Close: got a buffer, want nil")
 	}
-	if p.TryGet() != nil || p.Get(nil) != nil {
+	if p.TryGet() != nil || p.Get(nil, 0) != nil {
 		t.Error("Get of a closed pool: got a buffer, want nil")
 	}
 	before := leakcheck.Count(leakcheck.Buffer)
@@ -107,7 +107,7 @@ func TestPoolGivesBufferToOneUserAtATime(t *testing.T) {
 		go func() {
 			defer wg.Done()
 			for range 200 {
-				b := p.Get(nil)
+				b := p.Get(nil, 0)
 				mu.Lock()
 				if held[&b[0]] || len(held) >= most {
 					t.Errorf("Get: got a buffer in use, or more than %d buffers are in use", most)

@@ -12,6 +12,8 @@
 // matters. Which buffers these are is not in the file: the owner of the pool records the numbers
 // that [Pool.Index] returns. The file is memory and does not survive a restart of the host.
 //
+// Calls that wait for a buffer of a Pool share it fairly by user ([Pool.Get]).
+//
 // The package does not depend on RDMA. All functions and methods are safe for concurrent use. Each
 // change replaces the list of arenas as a whole, so [ArenaOf] takes no lock.
 package membuf

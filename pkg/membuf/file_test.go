@@ -85,7 +85,7 @@ func TestFilePoolUsesMemoryOfFile(t *testing.T) {
 		}
 	}
 	p.Put(all[1][:1])
-	if b := p.Get(nil); &b[0] != &all[1][0] || len(b) != fileSizeTest {
+	if b := p.Get(nil, 0); &b[0] != &all[1][0] || len(b) != fileSizeTest {
 		t.Error("Get after Put: got another buffer")
 	}
 	if n := leakcheck.Count(leakcheck.Buffer) - before; n != 3 {
@@ -250,7 +250,7 @@ func TestOpenFilePoolRefusesOtherFiles(t *testing.T) {
 	p, err := OpenFilePool(good, fileSizeTest, 2)
 	kit.Must(t, err)
 	kit.Must(t, good.Close()) // the pool has its own descriptor
-	p.Put(p.Get(nil))
+	p.Put(p.Get(nil, 0))
 	p.Close()
 	if _, err := OpenFilePool(readOnly, 4095, 2); err == nil {
 		t.Error("size that is no multiple of the page size: got no error")
@@ -270,7 +270,7 @@ func TestGetWaitsForMemory(t *testing.T) {
 		t.Fatal("TryGet without memory: got a buffer, want nil")
 	}
 	got := make(chan []byte, 1)
-	go func() { got <- p.Get(nil) }()
+	go func() { got <- p.Get(nil, 0) }()
 	time.Sleep(2 * allocRetry) // a Get that does not retry returns now
 	if len(got) > 0 {
 		t.Error("Get returned without memory")
@@ -292,7 +292,7 @@ func useLockedMemory() error {
 	if err != nil {
 		return err
 	}
-	b := p.Get(nil)
+	b := p.Get(nil, 0)
 	clear(b)
 	var st unix.Stat_t
 	if err := unix.Fstat(int(p.File().Fd()), &st); err != nil {

@@ -3,29 +3,36 @@ package membuf
 import (
 	"sync"
 	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/fairqueue"
 )
 
 // A Pool hands out buffers of equal size up to a hard maximum. Get waits while all buffers are in
-// use. A Pool is safe for concurrent use.
+// use. A buffer goes to the next waiting Get, and no later call can take it: the users that wait
+// have turns, and the calls of one user are first come, first served. A Pool is safe for concurrent
+// use.
 type Pool struct {
 	size  int
-	free  chan []byte
 	limit int
-	ended chan struct{} // closed by Close
-	file  *fileMemory   // nil: each buffer is memory of Alloc
+	file  *fileMemory // nil: each buffer is memory of Alloc
 
 	state struct {
 		sync.Mutex
-		allocated int // buffers in the pool or in use
+		free      [][]byte // empty while a Get waits
+		allocated int      // buffers in the pool or in use
 		closed    bool
+		waiting   fairqueue.Queue[chan []byte]
+		getters   []*getter   // not in use
+		retry     *time.Timer // runs allocateLater; nil before the first failed allocation
 	}
 }
 
+// A getter is a waiting Get. Its channel has room for the buffer, or for nil after Close.
+type getter = fairqueue.Entry[chan []byte]
+
 // NewPool makes a pool of at most limit buffers of size bytes each. The pool allocates a buffer
 // when it is first needed.
-func NewPool(size, limit int) *Pool {
-	return &Pool{size: size, limit: limit, free: make(chan []byte, limit), ended: make(chan struct{})}
-}
+func NewPool(size, limit int) *Pool { return &Pool{size: size, limit: limit} }
 
 // Size returns the length of each buffer in bytes.
 func (p *Pool) Size() int { return p.size }
@@ -33,57 +40,111 @@ func (p *Pool) Size() int { return p.size }
 // Limit returns the maximum number of buffers.
 func (p *Pool) Limit() int { return p.limit }
 
-// allocRetry is how long Get waits before it tries a failed allocation again.
+// allocRetry is how long a waiting Get waits before the pool tries a failed allocation again.
 const allocRetry = 50 * time.Millisecond
 
-// TryGet returns a buffer, or nil when all buffers are in use, the system has no memory, or the
-// pool is closed.
+// TryGet returns a buffer, or nil when all buffers are in use, a Get waits, the system has no
+// memory, or the pool is closed.
 func (p *Pool) TryGet() []byte {
-	b, _ := p.tryGet()
+	p.state.Lock()
+	defer p.state.Unlock()
+	if p.state.waiting.Len() > 0 {
+		return nil
+	}
+	b, _ := p.next()
 	return b
 }
 
-// tryGet also reports whether the system had no memory for a new buffer.
-func (p *Pool) tryGet() (b []byte, noMemory bool) {
-	select {
-	case b := <-p.free:
+// next returns a buffer, or nil as TryGet. It also reports whether the system had no memory for a
+// new buffer. The caller holds state.
+func (p *Pool) next() (b []byte, noMemory bool) {
+	s := &p.state
+	if n := len(s.free); n > 0 {
+		b, s.free[n-1] = s.free[n-1], nil
+		s.free = s.free[:n-1]
 		return b, false
-	default:
 	}
-	p.state.Lock()
-	defer p.state.Unlock()
-	if p.state.closed || p.state.allocated >= p.limit {
+	if s.closed || s.allocated >= p.limit {
 		return nil, false
 	}
 	b, err := p.alloc()
 	if err != nil {
 		return nil, true
 	}
-	p.state.allocated++
+	s.allocated++
 	return b, false
 }
 
-// Get returns a buffer. Get waits while all buffers are in use or the system has no memory. Get
-// returns nil when done or the pool is closed.
-func (p *Pool) Get(done <-chan struct{}) []byte {
-	for {
-		b, noMemory := p.tryGet()
-		if b != nil {
-			return b
+// Get returns a buffer for a user. Get waits while all buffers are in use or the system has no
+// memory. Get returns nil when done or the pool is closed.
+func (p *Pool) Get(done <-chan struct{}, user uint32) (b []byte) {
+	w, b := p.wait(user)
+	if w == nil {
+		return b
+	}
+	ended := false
+	select {
+	case b = <-w.Value:
+	case <-done:
+		ended = true
+	}
+	p.state.Lock()
+	defer p.state.Unlock()
+	if ended && !w.Queued() {
+		b = <-w.Value // arrived in the meantime
+	}
+	p.state.waiting.Remove(w)
+	p.state.getters = append(p.state.getters, w)
+	return b
+}
+
+// wait returns a getter that waits. It returns none if there is a buffer, or if the pool is closed.
+func (p *Pool) wait(user uint32) (w *getter, b []byte) {
+	s := &p.state
+	s.Lock()
+	defer s.Unlock()
+	noMemory := false
+	if s.waiting.Len() == 0 {
+		b, noMemory = p.next()
+	}
+	if b != nil || s.closed {
+		return nil, b
+	}
+	if n := len(s.getters); n > 0 {
+		w, s.getters = s.getters[n-1], s.getters[:n-1]
+	} else {
+		w = &getter{Value: make(chan []byte, 1)}
+	}
+	s.waiting.Add(w, user)
+	if noMemory { // perhaps no buffer is in use, so that no Put follows
+		p.armRetry()
+	}
+	return w, nil
+}
+
+// armRetry runs allocateLater later. The caller holds state.
+func (p *Pool) armRetry() {
+	if p.state.retry == nil {
+		p.state.retry = time.AfterFunc(allocRetry, p.allocateLater)
+	} else {
+		p.state.retry.Reset(allocRetry)
+	}
+}
+
+// allocateLater allocates buffers for the calls that wait because the system had no memory.
+func (p *Pool) allocateLater() {
+	s := &p.state
+	s.Lock()
+	defer s.Unlock()
+	for s.waiting.Len() > 0 {
+		b, noMemory := p.next()
+		if noMemory {
+			p.armRetry()
 		}
-		var retry <-chan time.Time
-		if noMemory { // perhaps no buffer is in use, so that no Put follows
-			retry = time.After(allocRetry)
+		if b == nil {
+			return
 		}
-		select {
-		case b := <-p.free:
-			return b
-		case <-retry:
-		case <-done:
-			return nil
-		case <-p.ended:
-			return nil
-		}
+		s.waiting.Take().Value <- b
 	}
 }
 
@@ -91,41 +152,45 @@ func (p *Pool) Get(done <-chan struct{}) []byte {
 // first byte.
 func (p *Pool) Put(b []byte) {
 	b = b[:p.size]
-	p.state.Lock()
-	defer p.state.Unlock()
-	if p.state.closed {
+	s := &p.state
+	s.Lock()
+	defer s.Unlock()
+	switch {
+	case s.closed:
 		p.release(b)
-		return
+	case s.waiting.Len() > 0:
+		s.waiting.Take().Value <- b
+	default:
+		s.free = append(s.free, b)
 	}
-	p.free <- b // never blocks: the channel has a slot for every buffer
 }
 
 // Out returns the number of buffers that are handed out.
 func (p *Pool) Out() int {
 	p.state.Lock()
 	defer p.state.Unlock()
-	return p.state.allocated - len(p.free)
+	return p.state.allocated - len(p.state.free)
 }
 
 // Close frees the buffers in the pool; Put frees the others. Get and TryGet return nil from then
 // on. Further calls have no effect. The content of a pool's file does not change.
 func (p *Pool) Close() {
-	p.state.Lock()
-	defer p.state.Unlock()
-	if !p.state.closed {
-		p.state.closed = true
-		close(p.ended)
+	s := &p.state
+	s.Lock()
+	defer s.Unlock()
+	s.closed = true
+	if s.retry != nil {
+		s.retry.Stop()
 	}
-	for {
-		select {
-		case b := <-p.free:
-			p.release(b)
-		default:
-			if p.file != nil && p.state.allocated == 0 {
-				p.file.close()
-			}
-			return
-		}
+	for s.waiting.Len() > 0 {
+		s.waiting.Take().Value <- nil
+	}
+	for _, b := range s.free {
+		p.release(b)
+	}
+	s.free = nil
+	if p.file != nil && s.allocated == 0 {
+		p.file.close()
 	}
 }
 
