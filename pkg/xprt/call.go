@@ -125,32 +125,34 @@ func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message, startedAt *
 }
 
 // waitSlot waits for a slot from free. It returns nil without an error when released is closed.
-func (t *Transport) waitSlot(ctx context.Context, m *sunrpc.Message, startedAt *callStart, free chan *slot,
-	released <-chan struct{}) (*slot, error) {
-	select {
-	case s := <-free:
+func (t *Transport) waitSlot(ctx context.Context, m *sunrpc.Message, startedAt *callStart, free *slotList,
+	released <-chan struct{}) (s *slot, err error) {
+	if s = free.take(); s != nil {
 		return s, nil
-	default:
 	}
 	startedAt.waited = true
 	w := t.waiters.add(ctx, m, *startedAt)
 	defer t.waiters.remove(w)
+	turn := free.wait(sunrpc.CredUID(m.Cred))
 	select {
-	case s := <-free:
-		if isClosed(w.expired) {
-			free <- s
-			return nil, t.softError(startedAt.at)
-		}
-		return s, nil
+	case s = <-turn.Value:
 	case <-released:
-		return nil, nil
+		return free.leave(turn), nil
 	case <-w.expired:
-		return nil, t.softError(startedAt.at)
+		s = free.leave(turn)
 	case <-ctx.Done():
-		return nil, &InterruptedError{Cause: context.Cause(ctx)}
+		s, err = free.leave(turn), &InterruptedError{Cause: context.Cause(ctx)}
 	case <-t.closing:
-		return nil, ErrClosed
+		s, err = free.leave(turn), ErrClosed
 	}
+	if err == nil && isClosed(w.expired) {
+		err = t.softError(startedAt.at)
+	}
+	if err != nil && s != nil {
+		s.putBack()
+		s = nil
+	}
+	return s, err
 }
 
 // run performs a call on slot s. It ends the slot, or leaves it to the late reply.

@@ -9,6 +9,10 @@
 //	        |        +-- no connection: wait here           +-- connection lost: same XID, again from "credit"
 //	        +-- all slots taken: wait here
 //
+// Calls wait for slots and for credits fairly by user: each user has the next turn, one after the
+// other, and the calls of one user are first come, first served (internal/fairqueue). The user is
+// that of the AUTH_SYS credential. Keepalive calls do not wait for other calls.
+//
 // New allocates all slots, each with its send buffer and its list of MRs. The low bits of an XID
 // are the number of its slot, so a reply finds its call without a lock or a map. A call is never
 // sent twice on one connection. The worker sends a pending call again on the next connection, with
@@ -85,13 +89,14 @@
 //   - Transport.send (RWMutex): callers hold it for reading while they marshal and post a call. The
 //     worker holds it for writing while it installs a connection or takes it down. Map and unmap
 //     therefore never run concurrently with the worker (S16).
+//   - slotList.mu: the calls that wait for slots. No other lock is taken while it is held.
 //   - slot.mu: the state of one call. Its caller, the reply handler and the worker take it.
 //   - window.mu: credits and the queue of calls that wait for them.
 //   - Addresses.mu: what is known about addresses. No other lock is taken while it is held.
 //   - ConnectLimits.mu: the limits of addresses. No other lock is taken while it is held.
 //   - Transport.status: state and history. No other lock of this package is taken while it is held.
 //
-// The order is send, slot.mu, window.mu. No lock is held across I/O, with one exception: the worker
+// The order is send, slot.mu, window.mu. slotList.mu comes after slot.mu. No lock is held across I/O, with one exception: the worker
 // holds send while the provider drains and closes a queue pair. Calls have no connection during
 // that time.
 package xprt

@@ -473,7 +473,7 @@ func (r *modelRun) checkEnd() {
 				posted, retired)
 		}
 	}
-	if free, n := len(r.tr.free), len(r.tr.slots)-1; free != n {
+	if free, n := len(r.tr.free.idle), len(r.tr.slots)-1; free != n {
 		r.t.Errorf("%d of %d slots are free", free, n)
 	}
 	for _, mr := range r.dev.mrs {
@@ -530,7 +530,7 @@ func (r *modelRun) state() string {
 	}
 	w := &r.tr.window
 	w.mu.Lock()
-	fmt.Fprint(&b, "|", w.limit, w.inFlight, len(w.queue), len(w.queue) > 0 && w.queue[0] == r.callers[0].slot)
+	fmt.Fprint(&b, "|", w.limit, w.inFlight, w.queue.Len(), w.queue.First() == &r.callers[0].slot.credit.turn)
 	w.mu.Unlock()
 	if cn := r.tr.conn.Load(); cn != nil {
 		fmt.Fprint(&b, "|", cn.sq.taken.Load()-cn.sq.posted.Load(), cn.sq.posted.Load()-cn.sq.retired.Load(),

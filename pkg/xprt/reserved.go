@@ -39,7 +39,7 @@ func (t *Transport) reserve(xids []uint32) {
 			continue
 		}
 		if s.reserved == nil {
-			s.reserved = make(chan *slot, 1)
+			s.reserved = newSlotList(1)
 			s.freeList = s.reserved
 			r.slots = append(r.slots, s)
 		}
@@ -70,17 +70,15 @@ func (s *slot) release() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.freeList = s.t.free
-	select {
-	case <-s.reserved:
-		s.freeList <- s
-	default: // end puts it into the free list
+	if s.reserved.take() != nil { // otherwise end puts it into the free list
+		s.freeList.put(s)
 	}
 }
 
 // idleReserved returns how many reserved slots are not in use.
 func (r *reserved) idleReserved() (n int) {
 	for _, s := range r.slots {
-		n += len(s.reserved)
+		n += len(s.reserved.idle)
 	}
 	return n
 }

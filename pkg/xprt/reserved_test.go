@@ -331,7 +331,7 @@ func TestReleaseDuringCalls(t *testing.T) {
 		time.Sleep(time.Duration(round*50) * time.Microsecond)
 		tr.ReleaseReserved()
 		wg.Wait()
-		kit.Eventually(t, "4 free slots", func() bool { return len(tr.free) == 4 && tr.Stats().SlotsInUse == 0 })
+		kit.Eventually(t, "4 free slots", func() bool { return len(tr.free.idle) == 4 && tr.Stats().SlotsInUse == 0 })
 		tr.Close()
 	}
 }

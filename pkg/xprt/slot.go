@@ -6,6 +6,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/fairqueue"
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/internal/verify"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
@@ -49,7 +50,7 @@ type slot struct {
 	t        *Transport
 	index    uint32
 	ping     bool          // for keepalive calls only
-	reserved chan *slot    // the free list before ReleaseReserved; nil if no XID of it is reserved
+	reserved *slotList     // the free list before ReleaseReserved; nil if no XID of it is reserved
 	send     []byte        // inline send buffer
 	wake     chan struct{} // capacity 1: the caller must look at the state again
 
@@ -68,12 +69,13 @@ type slot struct {
 	sqTaken   int          // places in the send queue for the LOCAL_INVs; owned like mrs
 	invMark   int64        // mark of the LOCAL_INV chain in the send queue, 0 for none
 	startedAt callStart    // start of the call; set before the slot is waiting
+	user      uint32       // of the credential; set with startedAt
 	writtenAt atomic.Int64 // ledger.Time of the last attempt to write the Send; 0 if unknown
 	expired   atomic.Bool  // the call exceeded the timeout of a soft mount
 
 	mu             sync.Mutex // guards the fields below
 	times          ledger.Times
-	freeList       chan *slot // receives the slot when it becomes idle; has room for all its slots
+	freeList       *slotList // receives the slot when it becomes idle
 	state          slotState
 	xid            uint32
 	repeats        bool // the call repeats a call of an earlier process, with repeatXID
@@ -103,6 +105,7 @@ type slot struct {
 	credit struct { // guarded by window.mu
 		held, queued bool
 		gen          uint64
+		turn         fairqueue.Entry[*slot] // in window.queue
 	}
 }
 
@@ -110,6 +113,7 @@ func newSlot(t *Transport, index uint32, xid uint32, send []byte) *slot {
 	s := &slot{t: t, index: index, xid: xid, freeList: t.free, send: send, wake: make(chan struct{}, 1)}
 	s.onFenced = s.fencedDone
 	s.sendWR.Opcode, s.sendWR.Done, s.sendWR.OnWrite = verbs.OpSend, s.sendDone, s.onWrite
+	s.credit.turn.Value = s
 	leakcheck.Track(leakcheck.Slot, 1)
 	return s
 }
@@ -159,7 +163,7 @@ func (s *slot) begin(ctx context.Context, m *sunrpc.Message, startedAt callStart
 	}
 	s.expired.Store(false) // watch sets it
 	s.mu.Lock()
-	s.startedAt = startedAt
+	s.startedAt, s.user = startedAt, sunrpc.CredUID(m.Cred)
 	s.times.Begin(ledger.At(startedAt.at))
 	if startedAt.waited {
 		s.times.Mark(ledger.PhaseSlot, ledger.Now())
@@ -200,7 +204,14 @@ func (s *slot) clear() {
 	if s.repeats {
 		s.repeats, s.xid = false, s.t.randomXID(s.index)
 	}
-	s.freeList <- s
+	s.freeList.put(s)
+}
+
+// putBack returns a slot that was taken for a call that did not begin.
+func (s *slot) putBack() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.freeList.put(s)
 }
 
 // releaseLong returns the long buffers to their pool. The caller holds mu.

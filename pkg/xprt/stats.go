@@ -134,7 +134,7 @@ func (t *Transport) counts() stats.Transport {
 // slotsInUse returns the number of slots with a call.
 func (t *Transport) slotsInUse() uint64 {
 	idle := t.reserved.idleReserved() // before free, which receives the released slots
-	return gauge(int64(t.cfg.Slots - idle - len(t.free)))
+	return gauge(int64(t.cfg.Slots - idle - len(t.free.idle)))
 }
 
 // gauge is n, or 0 if n is negative: a reader may see the second of two concurrent changes first.

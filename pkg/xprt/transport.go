@@ -159,7 +159,7 @@ type Transport struct {
 	slots  []*slot // the last one is for keepalive calls
 	// waitsForTurn is set while the transport waits for Config.ConnectLimits.
 	waitsForTurn atomic.Bool
-	free         chan *slot
+	free         *slotList
 	arena        []byte // send buffers of the slots
 	long         *membuf.Pool
 	epoch        time.Time
@@ -167,7 +167,7 @@ type Transport struct {
 	// changes it.
 	stopped atomic.Int64
 
-	pingSlot chan *slot
+	pingSlot *slotList
 	reserved reserved
 	lastCall atomic.Int64 // start or end of the last call, as returned by now
 	waiters  waiters
@@ -228,7 +228,7 @@ func New(cfg Config) (*Transport, error) {
 	}
 	t.arena = arena
 	t.long = membuf.NewPool(longBytes, 2*cfg.Slots)
-	t.free, t.pingSlot = make(chan *slot, cfg.Slots), make(chan *slot, 1)
+	t.free, t.pingSlot = newSlotList(cfg.Slots), newSlotList(1)
 	t.xidStep = 1 << bits.Len32(uint32(n-1))
 	t.xidMask = t.xidStep - 1
 	for i := range n {
@@ -241,7 +241,7 @@ func New(cfg Config) (*Transport, error) {
 	}
 	t.reserve(cfg.Reserved)
 	for _, s := range t.slots {
-		s.freeList <- s
+		s.freeList.put(s)
 	}
 	return t, nil
 }

@@ -152,7 +152,7 @@ func TestStopOfProcessIsLeftOut(t *testing.T) {
 		c.Recovery, c.Timeout = Soft, time.Second
 		c.Logger = hclog.New(&hclog.LoggerOptions{Output: &log})
 	})
-	s := <-tr.free
+	s := tr.free.take()
 	defer func() { s.end() }()
 	s.begin(context.Background(), &sunrpc.Message{}, callStart{at: time.Now(), running: -2 * int64(stop)}) // expired
 	now := time.Now()

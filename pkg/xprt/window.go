@@ -1,9 +1,13 @@
 package xprt
 
-import "sync"
+import (
+	"sync"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/fairqueue"
+)
 
 // A window manages the credits of a transport and the queue of slots that wait for a credit. The
-// queue is first come, first served. The limit is zero while there is no connection.
+// users have turns, see fairqueue. The limit is zero while there is no connection.
 type window struct {
 	wanted chan struct{} // capacity 1: a call waits, and there is no connection
 
@@ -11,8 +15,9 @@ type window struct {
 	limit     int
 	inFlight  int
 	gen       uint64 // generation of the credits; each connection has another
-	queue     []*slot
-	pingFirst bool // the one credit of a new connection is for the keepalive call
+	queue     fairqueue.Queue[*slot]
+	ping      *slot // the keepalive call, if it waits; it goes first
+	pingFirst bool  // the one credit of a new connection is for the keepalive call
 
 	// Sums over all calls, taken when a call asks for a credit: calls in flight and calls in the
 	// queue. The kernel's names are req_u and bklog_u.
@@ -44,19 +49,18 @@ func (w *window) enter(s *slot) bool {
 		return false
 	}
 	w.inFlightSum += uint64(w.inFlight)
-	w.queueSum += uint64(len(w.queue))
-	if (len(w.queue) == 0 || s.ping) && w.mayGrant(s) {
-		w.inFlight++
-		s.credit.gen, s.credit.held = w.gen, true
+	w.queueSum += uint64(w.queued())
+	if (w.queued() == 0 || s.ping) && w.mayGrant(s) {
+		w.give(s)
 		return true
 	}
 	s.credit.held, s.credit.queued = false, true
-	w.queue = append(w.queue, s)
-	if s.ping { // keepalive calls go first
-		copy(w.queue[1:], w.queue)
-		w.queue[0] = s
+	if s.ping {
+		w.ping = s
+		return false // it requests no connection
 	}
-	if w.limit == 0 && !s.ping { // a keepalive call requests no connection
+	w.queue.Add(&s.credit.turn, s.user)
+	if w.limit == 0 {
 		select {
 		case w.wanted <- struct{}{}:
 		default:
@@ -65,20 +69,34 @@ func (w *window) enter(s *slot) bool {
 	return false
 }
 
+// queued returns the number of calls that wait. The caller holds mu.
+func (w *window) queued() int {
+	if w.ping != nil {
+		return w.queue.Len() + 1
+	}
+	return w.queue.Len()
+}
+
+// give gives a credit to s. The caller holds mu.
+func (w *window) give(s *slot) {
+	w.inFlight++
+	s.credit.gen, s.credit.held, s.credit.queued = w.gen, true, false
+}
+
 // leave removes s from the queue, or returns its credit.
 func (w *window) leave(s *slot) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	for i, q := range w.queue {
-		if q == s {
-			copy(w.queue[i:], w.queue[i+1:])
-			w.queue[len(w.queue)-1] = nil
-			w.queue = w.queue[:len(w.queue)-1]
-			s.credit.queued = false
-			return
-		}
+	if !s.credit.queued {
+		w.release(s)
+		return
 	}
-	w.release(s)
+	s.credit.queued = false
+	if s.ping {
+		w.ping = nil
+	} else {
+		w.queue.Remove(&s.credit.turn)
+	}
 }
 
 // release returns the credit of s if it belongs to the current connection. The caller holds mu.
@@ -92,18 +110,15 @@ func (w *window) release(s *slot) {
 
 // dispatch grants free credits to the queue. The caller holds mu.
 func (w *window) dispatch() {
-	n := 0
-	for n < len(w.queue) && w.mayGrant(w.queue[n]) {
-		s := w.queue[n]
-		n++
-		w.inFlight++
-		s.credit.gen, s.credit.held, s.credit.queued = w.gen, true, false
+	if s := w.ping; s != nil && w.mayGrant(s) {
+		w.ping = nil
+		w.give(s)
 		s.wakeCaller()
 	}
-	if n > 0 {
-		rest := copy(w.queue, w.queue[n:])
-		clear(w.queue[rest:])
-		w.queue = w.queue[:rest]
+	for e := w.queue.First(); e != nil && w.mayGrant(e.Value); e = w.queue.First() {
+		w.queue.Take()
+		w.give(e.Value)
+		e.Value.wakeCaller()
 	}
 }
 
@@ -153,7 +168,7 @@ func (w *window) generation() uint64 {
 func (w *window) closeIfUnused(gen uint64) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.gen != gen || w.inFlight > 0 || len(w.queue) > 0 || w.limit == 0 {
+	if w.gen != gen || w.inFlight > 0 || w.queued() > 0 || w.limit == 0 {
 		return false
 	}
 	w.limit = 0
@@ -167,5 +182,5 @@ func (w *window) closeIfUnused(gen uint64) bool {
 func (w *window) snapshot() (limit, inFlight, queued int, inFlightSum, queueSum uint64) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.limit, w.inFlight, len(w.queue), w.inFlightSum, w.queueSum
+	return w.limit, w.inFlight, w.queued(), w.inFlightSum, w.queueSum
 }

@@ -447,9 +447,13 @@ func (t *Transport) ping(cn *conn) {
 		cancel()
 	}()
 	var s *slot
+	turn := t.pingSlot.wait(0)
 	select {
-	case s = <-t.pingSlot:
+	case s = <-turn.Value:
 	case <-ctx.Done():
+		if s = t.pingSlot.leave(turn); s != nil {
+			s.putBack()
+		}
 		return
 	}
 	t.stats.pings.Add(1)
