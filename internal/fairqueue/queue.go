@@ -5,7 +5,7 @@ package fairqueue
 
 // A Queue holds entries of several classes; a class is a user ID. Its zero value is an empty queue.
 // A Queue has no lock: the caller must not use it concurrently. Its methods take the same time for
-// any number of entries and classes.
+// any number of entries.
 type Queue[T any] struct {
 	classes map[uint32]*class[T] // those with entries
 	next    *class[T]            // whose turn it is; a ring
@@ -63,13 +63,21 @@ func (q *Queue[T]) First() *Entry[T] {
 
 // Take removes and returns the entry whose turn it is, or nil. The next turn is that of another
 // user, if there is one.
-func (q *Queue[T]) Take() *Entry[T] {
-	e := q.First()
-	if e != nil {
-		q.next = q.next.next
-		q.Remove(e)
+func (q *Queue[T]) Take() *Entry[T] { return q.TakeIf(func(T) bool { return true }) }
+
+// TakeIf is Take, and passes over users whose first entry is not ok. It takes time for each of
+// them.
+func (q *Queue[T]) TakeIf(ok func(T) bool) *Entry[T] {
+	c := q.next
+	for range len(q.classes) {
+		if e := c.first; ok(e.Value) {
+			q.next = c.next
+			q.Remove(e)
+			return e
+		}
+		c = c.next
 	}
-	return e
+	return nil
 }
 
 // Remove removes e. It does nothing if e is in no queue. The order of the others stays the same.

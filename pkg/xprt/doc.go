@@ -11,7 +11,8 @@
 //
 // Calls wait for slots and for credits fairly by user: each user has the next turn, one after the
 // other, and the calls of one user are first come, first served (internal/fairqueue). The user is
-// that of the AUTH_SYS credential. Keepalive calls do not wait for other calls.
+// that of the AUTH_SYS credential. While several users make calls, each has a share of the calls in
+// flight (shares.go). Keepalive calls do not wait for other calls.
 //
 // New allocates all slots, each with its send buffer and its list of MRs. The low bits of an XID
 // are the number of its slot, so a reply finds its call without a lock or a map. A call is never

@@ -86,3 +86,63 @@ func TestUsersTakeTurnsForCredits(t *testing.T) {
 		t.Errorf("at the end: got %d credits in use and %d calls that wait, want none", inFlight, queued)
 	}
 }
+
+// TestUserHasShareWhileOthersCall lets one user ask for all credits, before, during and after the
+// time in which another user makes calls.
+func TestUserHasShareWhileOthersCall(t *testing.T) {
+	const credits = 64
+	tr := unconnected(t, func(c *Config) { c.Slots = 2 * credits })
+	w := &tr.window
+	next := 0
+	enter := func(user uint32, payload int) (*slot, bool) {
+		s := tr.slots[next%len(tr.slots)]
+		next++
+		s.user, s.payload = user, payload
+		return s, w.enter(s)
+	}
+	// flood makes calls until one waits, ends all, and returns how many were in flight.
+	flood := func(payload int) (n int) {
+		var all []*slot
+		for {
+			s, ok := enter(1, payload)
+			all = append(all, s)
+			if !ok {
+				break
+			}
+			n++
+		}
+		if other, ok := enter(2, payload); ok != (n < credits-1) {
+			t.Errorf("call of another user beside %d in flight: got a credit %v", n, ok)
+		} else {
+			all = append(all, other)
+		}
+		for _, s := range all {
+			w.leave(s)
+		}
+		return n
+	}
+	w.reset(credits, false)
+	if n := flood(0); n != credits-1 {
+		t.Errorf("calls in flight of the only user: got %d, want all %d but that for keepalive", n, credits)
+	}
+	for _, c := range []struct{ payload, want int }{
+		{0, credits / creditShare}, {128 << 10, 8}, {shareBytes, minShareCalls}, {4 * shareBytes, minShareCalls},
+	} {
+		if n := flood(c.payload); n != c.want {
+			t.Errorf("calls with %d bytes in flight, of one of two users: got %d, want %d", c.payload, n, c.want)
+		}
+	}
+	for range presentCalls {
+		s, ok := enter(1, 0)
+		if !ok {
+			t.Fatal("got no credit")
+		}
+		w.leave(s)
+	}
+	if n := flood(0); n != credits-1 {
+		t.Errorf("calls in flight after the calls of the other user: got %d, want all", n)
+	}
+	if _, inFlight, queued, _, _ := w.snapshot(); inFlight != 0 || queued != 0 || len(w.shares.users) != 0 {
+		t.Errorf("at the end: %d credits in use, %d calls wait, shares %v, want none", inFlight, queued, w.shares.users)
+	}
+}

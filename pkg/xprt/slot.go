@@ -69,7 +69,8 @@ type slot struct {
 	sqTaken   int          // places in the send queue for the LOCAL_INVs; owned like mrs
 	invMark   int64        // mark of the LOCAL_INV chain in the send queue, 0 for none
 	startedAt callStart    // start of the call; set before the slot is waiting
-	user      uint32       // of the credential; set with startedAt
+	user      uint32       // of the credential; set with startedAt, like payload
+	payload   int          // bytes of the data of the call or of the reply
 	writtenAt atomic.Int64 // ledger.Time of the last attempt to write the Send; 0 if unknown
 	expired   atomic.Bool  // the call exceeded the timeout of a soft mount
 
@@ -163,7 +164,8 @@ func (s *slot) begin(ctx context.Context, m *sunrpc.Message, startedAt callStart
 	}
 	s.expired.Store(false) // watch sets it
 	s.mu.Lock()
-	s.startedAt, s.user = startedAt, sunrpc.CredUID(m.Cred)
+	s.startedAt = startedAt
+	s.user, s.payload = sunrpc.CredUID(m.Cred), max(len(m.ArgData), m.ResultRoom())
 	s.times.Begin(ledger.At(startedAt.at))
 	if startedAt.waited {
 		s.times.Mark(ledger.PhaseSlot, ledger.Now())

@@ -7,7 +7,8 @@ import (
 )
 
 // A window manages the credits of a transport and the queue of slots that wait for a credit. The
-// users have turns, see fairqueue. The limit is zero while there is no connection.
+// users have turns, see fairqueue, and while several make calls each has a share. The limit is zero
+// while there is no connection.
 type window struct {
 	wanted chan struct{} // capacity 1: a call waits, and there is no connection
 
@@ -15,6 +16,7 @@ type window struct {
 	limit     int
 	inFlight  int
 	gen       uint64 // generation of the credits; each connection has another
+	shares    shares
 	queue     fairqueue.Queue[*slot]
 	ping      *slot // the keepalive call, if it waits; it goes first
 	pingFirst bool  // the one credit of a new connection is for the keepalive call
@@ -34,7 +36,7 @@ func (w *window) mayGrant(s *slot) bool {
 	if !s.ping && (w.pingFirst || limit >= reserveFrom) {
 		limit--
 	}
-	return w.inFlight < limit
+	return w.inFlight < limit && (s.ping || w.shares.allows(s.user, s.payload, w.limit))
 }
 
 // enter requests a credit of the current connection for s and reports whether s has one. If not, s
@@ -50,6 +52,9 @@ func (w *window) enter(s *slot) bool {
 	}
 	w.inFlightSum += uint64(w.inFlight)
 	w.queueSum += uint64(w.queued())
+	if !s.ping {
+		w.shares.ask(s.user)
+	}
 	if (w.queued() == 0 || s.ping) && w.mayGrant(s) {
 		w.give(s)
 		return true
@@ -66,7 +71,8 @@ func (w *window) enter(s *slot) bool {
 		default:
 		}
 	}
-	return false
+	w.dispatch(s) // the calls of other users may wait only for their shares
+	return s.credit.held
 }
 
 // queued returns the number of calls that wait. The caller holds mu.
@@ -81,6 +87,19 @@ func (w *window) queued() int {
 func (w *window) give(s *slot) {
 	w.inFlight++
 	s.credit.gen, s.credit.held, s.credit.queued = w.gen, true, false
+	if !s.ping {
+		w.shares.add(s.user, 1, s.payload)
+	}
+}
+
+// takeBack takes the credit of s, which belongs to the current connection. The caller holds mu.
+func (w *window) takeBack(s *slot) {
+	w.inFlight--
+	s.credit.held = false
+	if !s.ping {
+		w.shares.add(s.user, -1, s.payload)
+	}
+	w.dispatch(nil)
 }
 
 // leave removes s from the queue, or returns its credit.
@@ -102,23 +121,24 @@ func (w *window) leave(s *slot) {
 // release returns the credit of s if it belongs to the current connection. The caller holds mu.
 func (w *window) release(s *slot) {
 	if s.credit.held && s.credit.gen == w.gen {
-		w.inFlight--
-		w.dispatch()
+		w.takeBack(s)
 	}
 	s.credit.held = false
 }
 
-// dispatch grants free credits to the queue. The caller holds mu.
-func (w *window) dispatch() {
+// dispatch grants free credits to the queue. It wakes the callers except that of asking. The caller
+// holds mu.
+func (w *window) dispatch(asking *slot) {
 	if s := w.ping; s != nil && w.mayGrant(s) {
 		w.ping = nil
 		w.give(s)
 		s.wakeCaller()
 	}
-	for e := w.queue.First(); e != nil && w.mayGrant(e.Value); e = w.queue.First() {
-		w.queue.Take()
+	for e := w.queue.TakeIf(w.mayGrant); e != nil; e = w.queue.TakeIf(w.mayGrant) {
 		w.give(e.Value)
-		e.Value.wakeCaller()
+		if e.Value != asking {
+			e.Value.wakeCaller()
+		}
 	}
 }
 
@@ -138,9 +158,7 @@ func (w *window) grant(s *slot, limit int) {
 		return // the grant belongs to a connection that ended
 	}
 	w.limit, w.pingFirst = limit, false
-	w.inFlight--
-	s.credit.held = false
-	w.dispatch()
+	w.takeBack(s)
 }
 
 // reset starts the credits of a new connection (limit 1) or of no connection (limit 0). It voids
@@ -150,7 +168,8 @@ func (w *window) reset(limit int, pingFirst bool) {
 	defer w.mu.Unlock()
 	w.gen++
 	w.inFlight, w.limit, w.pingFirst = 0, limit, pingFirst
-	w.dispatch()
+	w.shares.reset()
+	w.dispatch(nil)
 }
 
 // generation returns the generation of the credits, for closeIfUnused. The worker installs a
