@@ -131,18 +131,19 @@ const (
 	// busyReadStep is the unit by which the bound of background requests changes.
 	busyReadStep = 64
 	// maxBusyReads bounds how far the bound of background requests grows.
-	maxBusyReads = 1024
+	maxBusyReads = 8192
 	// keepShare is the fraction of the buffers that delayed reads may keep: 1/4.
 	keepShare = 4
 )
 
-// busyReads counts the reads that are delayed because the server is busy. The kernel bounds the
-// number of its background requests (read-ahead and direct I/O) in flight. It gets a higher bound
-// while reads are delayed, so that the requests for other files proceed.
+// busyReads counts the reads that are delayed because the server is busy, and the buffered reads
+// that wait for a buffer. The kernel bounds the number of its background requests (read-ahead and
+// other buffered reads) in flight, and those of all users wait for it in one queue. It gets a higher
+// bound while reads are delayed, so that the requests for other files and of other users proceed.
 type busyReads struct {
 	mu    sync.Mutex
 	n     int         // delayed reads
-	kept  int         // delayed reads that keep their buffers
+	kept  int         // reads of a busy server that keep their buffers
 	raise int         // current addition to maxBackground
 	apply func(n int) // sets the kernel's bound; nil while not mounted
 }

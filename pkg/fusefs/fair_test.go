@@ -9,8 +9,10 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -91,6 +93,38 @@ func TestReadOfOtherUserOvertakes(t *testing.T) {
 	defer mu.Unlock()
 	if got := users[buffers:]; got[0] != alice.uid || got[1] != bob.uid {
 		t.Errorf("users of the next READs: got %v, want %v", got, []uint32{alice.uid, bob.uid})
+	}
+}
+
+// TestWaitingReadsRaiseKernelBound lets reads wait for a buffer. Buffered reads that wait leave the
+// kernel's background requests to others.
+func TestWaitingReadsRaiseKernelBound(t *testing.T) {
+	const reads = maxBackground + 20
+	for _, c := range []struct {
+		flags uint32
+		least int
+	}{{0, reads + maxBackground/2}, {unix.O_DIRECT, maxBackground}} {
+		synctest.Test(t, func(t *testing.T) {
+			fs := &FS{buffers: membuf.NewPool(MinIOSize, 1)}
+			defer fs.buffers.Close()
+			bound := maxBackground
+			fs.busyReads.apply = func(n int) { bound = n }
+			buf := fs.buffers.TryGet()
+			r := &request{done: make(chan struct{})}
+			for range reads {
+				go fs.getReadBuffer(r, &fileHandle{}, &fuse.ReadIn{Flags: c.flags})
+			}
+			synctest.Wait()
+			if bound < c.least || c.flags != 0 && bound != c.least {
+				t.Errorf("%d reads with flags %#x wait: got a bound of %d, want %d", reads, c.flags, bound, c.least)
+			}
+			close(r.done)
+			synctest.Wait()
+			if bound != maxBackground {
+				t.Errorf("bound after the reads: got %d, want %d", bound, maxBackground)
+			}
+			fs.buffers.Put(buf)
+		})
 	}
 }
 

@@ -121,13 +121,26 @@ func (fs *FS) read(r *request, in *fuse.ReadIn, t *target) (n int, err error) {
 		return 0, err
 	}
 	if len(t.all) == 0 {
-		buf := fs.getBuffer(r, h.cred)
+		buf := fs.getReadBuffer(r, h, in)
 		if buf == nil {
 			return 0, syscall.EINTR
 		}
 		t.useBuffer(buf)
 	}
 	return fs.readCurrent(r, h, in, t)
+}
+
+// getReadBuffer is getBuffer for a READ. A buffered read that waits takes no place among the kernel's
+// background requests.
+func (fs *FS) getReadBuffer(r *request, h *fileHandle, in *fuse.ReadIn) []byte {
+	if b := fs.buffers.TryGet(); b != nil {
+		return b
+	}
+	if in.Flags&syscall.O_DIRECT == 0 {
+		fs.busyReads.begin(false, 0)
+		defer fs.busyReads.end(false)
+	}
+	return fs.getBuffer(r, h.cred)
 }
 
 // readFull reads in.Size bytes into t, or fewer at the end of the file on the server. After an
