@@ -134,14 +134,15 @@ panels: deps
 bench-go:
 	$(GO) test -run '^$$' -bench . -benchmem ./...
 
-# 10,000 disconnects under verified I/O, random operations compared with a local directory, power
-# failures of three servers, restarts of the daemon under load, and real programs. "make test" and
-# "make test-lab" run short forms of all but the last.
+# 10,000 disconnects under verified I/O, random operations compared with a local directory, thousands
+# of readers beside another user, power failures of three servers, restarts of the daemon under load,
+# and real programs. "make test" and "make test-lab" run short forms of all but the last.
 soak: test-programs lab
 	NFSRDMAD_STORM=10000 NFSRDMAD_VERIFY=all $(GO) test -run TestStorm -v -count 1 -timeout 3h ./test/integration
 	NFSRDMAD_DIFFERENTIAL=15m $(GO) test -run '^TestDifferential$$' -v -count 1 -timeout 2h ./test/integration
 	NFSRDMAD_LOCK_ROUNDS=12000 $(GO) test -run '^TestLocksExclude' -v -count 1 -exec $(CURDIR)/test/isolate -timeout 2h \
 	  ./test/integration ./test/restart
+	NFSRDMAD_FLOOD=10s $(GO) test -run '^TestFlood$$' -v -count 1 -timeout 1h ./test/integration
 	NFSRDMAD_LOCK_ROUNDS=2000 $(GO) test -run '^TestNoRequestSleepsWithoutCause$$' -v -count 1 -timeout 1h ./pkg/nlm
 	NFSRDMAD_POWER=400 $(GO) test -run '^(TestPowerFailure|TestPowerDaemon)$$' -v -count 1 -timeout 6h \
 	  ./test/integration

@@ -27,6 +27,10 @@ func TestMain(m *testing.M) {
 		runLockHelper()
 		return
 	}
+	if args := os.Getenv(floodHelper); args != "" {
+		runFloodHelper(args)
+		return
+	}
 	mounts.MainOwnProcess(m)
 }
 
