@@ -37,8 +37,8 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/nfsserve", "internal/fairshare internal/nfsd internal/resvport internal/rpctcp internal/svcrdma " +
 		"pkg/nfs3 pkg/sunrpc pkg/verbs"},
 	{"pkg/metrics", "pkg/fusefs pkg/ledger pkg/nlm pkg/stats"},
-	{"pkg/xprt", "internal/backoff internal/fairqueue internal/leakcheck internal/running internal/verify pkg/ledger pkg/membuf " +
-		"pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace pkg/verbs"},
+	{"pkg/xprt", "internal/backoff internal/fairqueue internal/leakcheck internal/running internal/verify " +
+		"pkg/ledger pkg/membuf pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace pkg/verbs"},
 	{"test/kit/hostile", "test/kit pkg/membuf pkg/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs pkg/verbs/faults"},
 	{"internal/nfsd", "internal/nlmd internal/resvport pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm pkg/sunrpc"},
 	{"internal/nlmd", "internal/share pkg/nfs3 pkg/nlm pkg/rangelock pkg/sunrpc"},

@@ -133,7 +133,8 @@ func TestSetIDBits(t *testing.T) {
 		c.OK(c.SetAttr(c.Ctx, user, file, &set, nil, new(nfs3.WccData)))
 		dir := c.mkdir(user, c.Root, "directory", 0o755)
 		c.OK(c.SetAttr(c.Ctx, user, dir, &set, nil, new(nfs3.WccData)))
-		for name, want := range map[string]uint32{"CREATE": 0o755, "MKNOD": 0o755, "SETATTR": 0o755, "directory": 0o6755} {
+		for name, want := range map[string]uint32{"CREATE": 0o755, "MKNOD": 0o755, "SETATTR": 0o755,
+			"directory": 0o6755} {
 			if allow {
 				want = 0o6755
 			}

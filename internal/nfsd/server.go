@@ -254,8 +254,8 @@ func (s *Server) SetPort(port uint16) { s.cfg.Port = port }
 // allows reports whether a client is served.
 func (s *Server) allows(peer netip.AddrPort) bool {
 	a := peer.Addr().Unmap().WithZone("")
-	known := len(s.cfg.Allow) == 0 || slices.ContainsFunc(s.cfg.Allow, func(p netip.Prefix) bool { return p.Contains(a) })
-	return known && s.ports.Permits(peer)
+	contains := func(p netip.Prefix) bool { return p.Contains(a) }
+	return (len(s.cfg.Allow) == 0 || slices.ContainsFunc(s.cfg.Allow, contains)) && s.ports.Permits(peer)
 }
 
 // objectLimit is how many objects may be in the table: each has up to three descriptors.

@@ -73,7 +73,8 @@ type proxy struct {
 }
 
 func newProxy(addr string, insecure bool, log hclog.Logger) *proxy {
-	return &proxy{addr: addr, ports: resvport.NewRule(insecure, log), log: log, peers: make(map[netip.AddrPort]*backendPool)}
+	return &proxy{addr: addr, ports: resvport.NewRule(insecure, log), log: log,
+		peers: make(map[netip.AddrPort]*backendPool)}
 }
 
 // A backendPool holds the TCP connections of one client connection.

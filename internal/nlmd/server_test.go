@@ -205,7 +205,7 @@ func TestUserCannotTakeLocksOfClient(t *testing.T) {
 		}
 	}
 	if len(s.clients) != 1 || len(s.holders) != 1 || s.Locks() != 1 {
-		t.Errorf("after the unlock: got %d clients, %d owners, %d locks; want 1 of each", len(s.clients), len(s.holders),
-			s.Locks())
+		t.Errorf("after the unlock: got %d clients, %d owners, %d locks; want 1 of each", len(s.clients),
+			len(s.holders), s.Locks())
 	}
 }

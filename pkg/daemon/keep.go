@@ -128,8 +128,8 @@ func (d *Daemon) stop(r control.StopRequest) (control.StopInfo, error) {
 			err = d.notKept()
 		}
 		if err != nil {
-			return control.StopInfo{}, control.Errorf(control.CodeSystem, "stop: the daemon cannot keep its mounts and "+
-				"serves them further: %w; correct the cause and try again, or stop without --keep-mounts", err)
+			return control.StopInfo{}, control.Errorf(control.CodeSystem, "stop: the daemon cannot keep its mounts "+
+				"and serves them further: %w; correct the cause and try again, or stop without --keep-mounts", err)
 		}
 	}
 	if !d.ending.CompareAndSwap(false, true) {

@@ -149,7 +149,8 @@ type TableConfig struct {
 // NewTable returns an empty table.
 func NewTable(c TableConfig) *Table {
 	common := &shared{log: c.Log.Named("mount"), dirty: fusefs.NewDirtyTotal(c.DirtyBytes),
-		store: c.Store, noStore: c.NoStore, helper: c.NotifyHelper, connects: xprt.NewConnectLimits(c.ConnectRate), traces: c.Traces}
+		store: c.Store, noStore: c.NoStore, helper: c.NotifyHelper, connects: xprt.NewConnectLimits(c.ConnectRate),
+		traces: c.Traces}
 	common.locks = nlm.NewService(nlm.ServiceConfig{Listen: c.LockListen, StateDir: c.StateDir,
 		Restore: c.Store != nil,
 		Logger:  c.Log.Named("locks")})

@@ -231,7 +231,8 @@ func TestFailedAllocationKeepsRanges(t *testing.T) {
 	}
 	f.lost.Clear(id, 10, 12) // the owner unlocks everything
 	f.locks.Clear(id, 0, 20)
-	if _, err := s.apply(&stateChange{f: f, id: id, o: o, end: 20}); err != nil || s.ranges.Len() != 0 || s.owners.Len() != 0 {
+	_, err = s.apply(&stateChange{f: f, id: id, o: o, end: 20})
+	if err != nil || s.ranges.Len() != 0 || s.owners.Len() != 0 {
 		t.Errorf("got error %v, %d ranges, %d owners; want none", err, s.ranges.Len(), s.owners.Len())
 	}
 }
@@ -285,7 +286,8 @@ func TestChangeComparesNearRecords(t *testing.T) {
 		}
 	}
 	rows := s.holders[keyOf(f, id)].rows
-	if len(rows) != n || !slices.IsSortedFunc(rows, func(a, b row) int { return cmp.Compare(a.rec.start, b.rec.start) }) {
+	inOrder := func(a, b row) int { return cmp.Compare(a.rec.start, b.rec.start) }
+	if len(rows) != n || !slices.IsSortedFunc(rows, inOrder) {
 		t.Errorf("got %d rows, want %d in order", len(rows), n)
 	}
 }

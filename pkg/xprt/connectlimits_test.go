@@ -141,8 +141,10 @@ func TestRefusedConnectsDoNotCount(t *testing.T) {
 		synctest.Wait()
 		work.Go(func() {
 			err := l.Wait(t.Context(), a)
-			if waited := time.Since(began); err != nil || waited.Round(time.Millisecond) > deadline+time.Second/perSecond {
-				t.Errorf("next connect without a deadline: got error %v after %v, want none after %v", err, waited, deadline)
+			waited := time.Since(began)
+			if err != nil || waited.Round(time.Millisecond) > deadline+time.Second/perSecond {
+				t.Errorf("next connect without a deadline: got error %v after %v, want none after %v", err, waited,
+					deadline)
 			}
 		})
 		work.Wait()

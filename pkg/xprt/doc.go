@@ -97,7 +97,7 @@
 //   - ConnectLimits.mu: the limits of addresses. No other lock is taken while it is held.
 //   - Transport.status: state and history. No other lock of this package is taken while it is held.
 //
-// The order is send, slot.mu, window.mu. slotList.mu comes after slot.mu. No lock is held across I/O, with one exception: the worker
-// holds send while the provider drains and closes a queue pair. Calls have no connection during
-// that time.
+// The order is send, slot.mu, window.mu. slotList.mu comes after slot.mu. No lock is held across
+// I/O, with one exception: the worker holds send while the provider drains and closes a queue pair.
+// Calls have no connection during that time.
 package xprt

@@ -38,7 +38,8 @@ func (r *rig) descriptors() map[string]int {
 	r.t.Helper()
 	counts := make(map[string]int)
 	number := regexp.MustCompile(`[0-9]+`)
-	for name, pid := range map[string]int{"daemon": r.daemon.Cmd.Process.Pid, "holder": mounts.HolderOf(r.t, r.socket)} {
+	holder := mounts.HolderOf(r.t, r.socket)
+	for name, pid := range map[string]int{"daemon": r.daemon.Cmd.Process.Pid, "holder": holder} {
 		files, err := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", pid))
 		if err != nil || len(files) == 0 {
 			r.t.Fatalf("descriptors of the %s, process %d: got none, %v", name, pid, err)
