@@ -35,6 +35,9 @@ func setTCPRepair(fd int, on bool) {
 	if !on && errors.Is(err, unix.EINVAL) { // before Linux 4.19 the socket must send a window probe
 		_ = unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_REPAIR, unix.TCP_REPAIR_OFF)
 	}
+	if !on { // the end of the mode clears SO_REUSEADDR, also that of the later TIME-WAIT
+		_ = resvport.Share(fd)
+	}
 }
 
 // setConnTCPRepair is setTCPRepair for a connection.

@@ -273,7 +273,8 @@ func unresponsivePort(t *testing.T) netip.AddrPort {
 }
 
 // TestSourcePort checks that connections of root have reserved source ports, unless the
-// configuration does not ask for one.
+// configuration does not ask for one. Connections to other addresses can have the same port, as
+// there are few.
 func TestSourcePort(t *testing.T) {
 	kit.NeedsRoot(t)
 	for _, any := range []bool{false, true} {
@@ -286,8 +287,15 @@ func TestSourcePort(t *testing.T) {
 		cfg.AnySourcePort = any
 		_, err := connectEndpoint(t, testContext(t), cfg, addr, endpointParam)
 		kit.Must(t, err)
-		if port := <-ports; (port >= resvport.Limit) != any {
+		port := <-ports
+		if (port >= resvport.Limit) != any {
 			t.Errorf("any source port %v: got port %d", any, port)
+		}
+		if !any {
+			fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+			kit.Must(t, err)
+			kit.Must(t, bindSource(fd, port, unix.AF_INET))
+			kit.Must(t, unix.Close(fd))
 		}
 	}
 }
