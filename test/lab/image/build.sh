@@ -140,16 +140,23 @@ unpack() { dpkg-deb --fsys-tarfile "$1" | tar -x --keep-directory-symlink -C "$2
 # build_siw compiles siw.ko from the source of the same kernel, because Debian's configuration
 # omits it.
 build_siw() {
-  local series=$1 rel=$2 version=$3 dir=$CACHE/siw-$3 abi=${2%-amd64} kbuild headers tmp p
+  local series=$1 rel=$2 version=$3 dir=$CACHE/siw-$3 abi=${2%-amd64} kbuild tools headers tmp p
   [ ! -e "$dir/siw.ko" ] || return 0
   case $series in 6.1) kbuild=linux-kbuild-6.1 ;; *) kbuild=linux-kbuild-$abi ;; esac
-  fetch "$version" "linux-headers-$rel" "linux-headers-$abi-common" "$kbuild" "linux-source-$series"
+  fetch "$version" "linux-headers-$rel" "linux-headers-$abi-common" "linux-source-$series"
+  # Debian removes the build tools of a kernel when it has those of the next one, hours before it has
+  # the signed image of that.
+  tools=$version
+  if ! (fetch "$tools" "$kbuild") >/dev/null 2>&1; then
+    tools=$(apt-cache policy "$kbuild" | sed -n 's/^ *Candidate: //p')
+    fetch "$tools" "$kbuild"
+  fi
   say "kernel $rel: unpacking headers and siw's source"
   tmp=$CACHE/tmp-siw; rm -rf "$tmp"; mkdir -p "$tmp/headers" "$tmp/siw"
   headers=$tmp/headers
   # Unpack the headers instead of installing them: as packages they need a compiler and a kernel.
-  for p in "linux-headers-$rel" "linux-headers-$abi-common" "$kbuild"; do
-    dpkg-deb -x "$CACHE/debs/kernel/${p}_$version"_*.deb "$headers"
+  for p in "linux-headers-${rel}_$version" "linux-headers-${abi}-common_$version" "${kbuild}_$tools"; do
+    dpkg-deb -x "$CACHE/debs/kernel/$p"_*.deb "$headers"
   done
   sed -i "s,include /usr/src/,include $headers/usr/src/," "$headers/usr/src/linux-headers-$rel/Makefile"
   dpkg-deb --fsys-tarfile "$CACHE/debs/kernel/linux-source-${series}_$version"_*.deb |
