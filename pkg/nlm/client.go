@@ -200,7 +200,7 @@ type owner struct {
 	oh    []byte
 	users int    // goroutines that use the owner, and files where it has locks
 	held  int    // locks
-	uid   uint32 // of the user to whom the locks count: that of the first one; undefined without locks
+	uid   uint32 // of the user whose share has the locks: that of the first one; undefined without locks
 }
 
 // A pending is a blocked request that waits for GRANTED.
@@ -433,7 +433,7 @@ type tableChange struct {
 // warn logs for a share.Limit.
 func (c *Client) warn(msg string, args ...any) { c.log.Warn(msg, args...) }
 
-// payer returns the user to whom a lock of an owner counts.
+// payer returns the user whose share has the locks of an owner.
 func (c *Client) payer(o *owner, cred []byte) (uid uint32) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

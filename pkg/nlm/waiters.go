@@ -259,7 +259,7 @@ func (g *waitGraph) reaches(from, to Owner) bool {
 	return false
 }
 
-// end records that a request does not wait, and returns for whom it waited last.
+// end records that a request does not wait, and returns the owner that it waited for last.
 func (g *waitGraph) end(w *waiter) (holder Owner) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
