@@ -6,6 +6,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strconv"
+	"syscall"
 	"testing"
 	"time"
 
@@ -171,11 +172,11 @@ func TestLocalLocks(t *testing.T) {
 }
 
 // statusHost runs rpcbind and rpc.statd in the network namespace of the test. It returns the state
-// directory of rpc.statd.
-func statusHost(t *testing.T) string {
+// directory of rpc.statd, and a function that restarts rpc.statd with another state number.
+func statusHost(t *testing.T) (dir string, restart func()) {
 	t.Helper()
 	kit.NeedsPrograms(t, "rpcbind", "rpc.statd", "sm-notify", "ip")
-	dir := t.TempDir() // which the user of rpc.statd must reach
+	dir = t.TempDir() // which the user of rpc.statd must reach
 	kit.Must(t, os.Chmod(filepath.Dir(dir), 0o755))
 	run(t, "", "mount", "-t", "tmpfs", "tmpfs", "/run")
 	run(t, "", "sh", "-c", "ip link set lo up; mkdir -p /run/rpcbind "+dir+"/sm "+dir+"/sm.bak; "+
@@ -186,12 +187,21 @@ func statusHost(t *testing.T) string {
 		return func() bool { _, err := mountd.GetPort(t.Context(), args, program, version); return err == nil }
 	}
 	kit.Eventually(t, "rpcbind", registered(100000, 2))
-	start(t, "rpc.statd", "-F", "-L", "-P", dir)
-	kit.Eventually(t, "rpc.statd", registered(100024, 1))
-	return dir
+	monitor := func() *exec.Cmd {
+		cmd := start(t, "rpc.statd", "-F", "-L", "-P", dir)
+		kit.Eventually(t, "rpc.statd", registered(100024, 1))
+		return cmd
+	}
+	statd := monitor()
+	return dir, func() {
+		kit.Must(t, statd.Process.Signal(syscall.SIGTERM)) // it withdraws its registration
+		_ = statd.Wait()
+		run(t, "", "sh", "-c", "printf '\\7\\0\\0\\0' >"+dir+"/state")
+		statd = monitor()
+	}
 }
 
-func start(t *testing.T, name string, args ...string) {
+func start(t *testing.T, name string, args ...string) *exec.Cmd {
 	t.Helper()
 	cmd := exec.Command(name, args...)
 	cmd.Stderr = os.Stderr
@@ -200,6 +210,7 @@ func start(t *testing.T, name string, args ...string) {
 		_ = cmd.Process.Kill()
 		_ = cmd.Wait()
 	})
+	return cmd
 }
 
 // TestStatusMonitorReportsRestart lets rpc.statd monitor the server. sm-notify of the server then
@@ -208,7 +219,7 @@ func TestStatusMonitorReportsRestart(t *testing.T) {
 	if !mounts.InOwnProcess(t) {
 		return
 	}
-	dir := statusHost(t)
+	dir, restartMonitor := statusHost(t)
 	service := nlm.NewService(nlm.ServiceConfig{Listen: "127.0.0.1:0",
 		Logger: hclog.New(&hclog.LoggerOptions{Output: os.Stderr})})
 	t.Cleanup(service.Close)
@@ -224,8 +235,10 @@ func TestStatusMonitorReportsRestart(t *testing.T) {
 	if err != nil || len(found) != 1 {
 		t.Errorf("hosts that rpc.statd monitors: got %v, error %v; want one", found, err)
 	}
-	// A notice costs no lock while the lock connection shows that the server has not restarted.
+	// A notice costs no lock while the lock connection, or the number of the server's monitor, shows
+	// that the server has not restarted. The monitor of this host is also that of the server.
 	relay.Stop()
+	restartMonitor()
 	relay.Start()
 	// The server's host is this host. Its monitor notifies the client, which is this host, too.
 	peer := t.TempDir()
