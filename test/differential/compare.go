@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"time"
@@ -170,6 +171,8 @@ func (p *Pair) closeOthers(by int) error {
 // Run runs a stream on both sides, each time in a new directory. It returns the first difference
 // that is not tolerated, or nil, and the tolerated ones.
 func (p *Pair) Run(ops []Op, tolerated func(*Difference) bool) (first *Difference, known []Difference, err error) {
+	runtime.LockOSThread() // see Serve
+	defer runtime.UnlockOSThread()
 	defer p.end()
 	if err := p.begin(); err != nil {
 		return nil, nil, err

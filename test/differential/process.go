@@ -202,6 +202,8 @@ func (c *Child) Do(side int, o *Op) ([]Field, error) {
 
 // Serve executes the operations that a Child requests, until its input ends.
 func Serve(in io.Reader, out io.Writer) error {
+	runtime.LockOSThread() // as a C program: our client treats the thread of a failed open differently
+	defer runtime.UnlockOSThread()
 	var l local
 	enc, dec := gob.NewEncoder(out), gob.NewDecoder(in)
 	for {
