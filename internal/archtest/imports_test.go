@@ -43,8 +43,8 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/nfsd", "internal/nlmd internal/resvport pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm pkg/sunrpc"},
 	{"internal/nlmd", "internal/share pkg/nfs3 pkg/nlm pkg/rangelock pkg/sunrpc"},
 	{"internal/svcrdma", "internal/fairshare pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
-	{"pkg/fusefs", "internal/loglimit internal/running internal/share internal/slotfile pkg/front pkg/ledger " +
-		"pkg/membuf pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm pkg/rangelock pkg/sunrpc"},
+	{"pkg/fusefs", "internal/fairqueue internal/loglimit internal/running internal/share internal/slotfile pkg/front " +
+		"pkg/ledger pkg/membuf pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm pkg/rangelock pkg/sunrpc"},
 	{"pkg/virtiofs", "internal/slotfile pkg/front pkg/ledger"},
 	{"pkg/nlm", "internal/backoff internal/loglimit internal/resvport internal/rpctcp internal/running " +
 		"internal/share internal/slotfile pkg/nfs3 pkg/nfs3/mountd pkg/rangelock pkg/sunrpc"},

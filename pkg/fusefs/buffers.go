@@ -2,6 +2,7 @@ package fusefs
 
 import (
 	"context"
+	"math"
 	"syscall"
 	"time"
 
@@ -42,45 +43,68 @@ func (fs *FS) getBuffer(ctx context.Context, cred []byte) []byte {
 		return b
 	}
 	fs.Counters.BufferWaits.Add(1)
-	fs.reclaimer.begin(func() { defer fs.recovered(); fs.reclaim(nil) })
+	fs.reclaimer.begin(fs.makeRoom)
 	defer fs.reclaimer.end()
 	return fs.buffers.Get(ctx.Done(), sunrpc.CredUID(cred))
 }
 
 // getDirtyBuffer returns a buffer for data written to an open file. While the FS or the file holds as
-// much dirty data as it may, getDirtyBuffer makes data stable and waits. It returns nil when ctx
-// ends. It returns nil and through when waiting is useless, because the server is busy with all
-// files that hold data: the caller must then write without keeping data. The caller must hold no
+// much dirty data as it may, getDirtyBuffer makes data stable and waits for its turn. It returns nil
+// when ctx ends. It returns nil and through when waiting is useless, because the server is busy with
+// all files that hold data: the caller must then write without keeping data. The caller must hold no
 // lock and no other buffer.
 func (fs *FS) getDirtyBuffer(ctx context.Context, h *fileHandle) (b []byte, through bool) {
-	ino := h.ino
-	for counted := false; ; counted = true {
-		wake, useless := fs.takeDirty(ino)
-		if wake == nil {
-			break
-		}
-		if !counted {
-			fs.Counters.BufferWaits.Add(1)
-		}
-		if useless {
-			return nil, true
-		}
-		fs.reclaim(ino)
-		poll := time.NewTimer(bufferPollInterval) // other file systems may have returned bytes
-		select {
-		case <-wake:
-		case <-poll.C:
-		case <-ctx.Done():
-		}
-		poll.Stop()
-		if ctx.Err() != nil {
-			return nil, false
-		}
+	if taken, through := fs.getDirty(ctx, h); !taken {
+		return nil, through
 	}
 	if b = fs.getBuffer(ctx, h.cred); b == nil {
-		fs.giveDirty(ino)
+		fs.giveDirty(h.ino)
 	}
 	return b, false
+}
+
+// getDirty counts one buffer as dirty data of an open file, or returns false as getDirtyBuffer
+// does.
+func (fs *FS) getDirty(ctx context.Context, h *fileHandle) (taken, through bool) {
+	d := &fs.dirty
+	d.Lock()
+	if d.waiters.Len() == 0 && fs.takeDirty(h.ino) {
+		d.Unlock()
+		return true, false
+	}
+	w := &dirtyWaiter{ino: h.ino, user: sunrpc.CredUID(h.cred), ready: make(chan bool, 1)}
+	w.entry.Value = w
+	if parked := d.parked[w.ino]; parked != nil {
+		w.join(parked)
+	} else {
+		w.join(&d.waiters)
+	}
+	fs.serveWriters()
+	d.Unlock()
+	select {
+	case taken = <-w.ready:
+		return taken, !taken
+	default:
+	}
+	fs.Counters.BufferWaits.Add(1)
+	fs.reclaimer.begin(fs.makeRoom)
+	defer fs.reclaimer.end()
+	select {
+	case taken = <-w.ready:
+		return taken, !taken
+	case <-ctx.Done():
+	}
+	d.Lock()
+	w.leave()
+	d.Unlock()
+	select {
+	case taken = <-w.ready:
+		if taken {
+			fs.giveDirty(h.ino)
+		}
+	default:
+	}
+	return false, false
 }
 
 // putDirtyBuffer returns a buffer of getDirtyBuffer.
@@ -89,29 +113,19 @@ func (fs *FS) putDirtyBuffer(ino *inode, b []byte) {
 	fs.giveDirty(ino)
 }
 
-// takeDirty counts one buffer as dirty data of a file and returns nil. If the buffer exceeds a
-// limit, takeDirty returns a channel that is closed when a buffer is released or a file is no
-// longer busy. useless means that this wait depends on busy files only.
-func (fs *FS) takeDirty(ino *inode) (wake <-chan struct{}, useless bool) {
+// takeDirty counts one buffer as dirty data of a file, unless the buffer exceeds a limit. The caller
+// holds dirty.
+func (fs *FS) takeDirty(ino *inode) bool {
 	d, size := &fs.dirty, int64(fs.buffers.Size())
-	d.Lock()
-	defer d.Unlock()
 	limit := fs.dirtyLimit()
 	next := d.bytes + size
-	if next <= int64(limit)*size && !fs.exceedsShare(ino, limit) &&
-		(next <= dirtyReserve*size || fs.opts.DirtyTotal.take(size)) {
-		d.bytes = next
-		ino.wb.held++
-		return nil, false
+	if next > int64(limit)*size || fs.dirtyRoom(ino, limit) <= 0 ||
+		next > dirtyReserve*size && !fs.opts.DirtyTotal.take(size) {
+		return false
 	}
-	useless = ino.wb.busy == 0
-	for other := range d.inodes {
-		useless = useless && other.wb.busy > 0
-	}
-	if d.wake == nil {
-		d.wake = make(chan struct{})
-	}
-	return d.wake, useless
+	d.bytes = next
+	ino.wb.held++
+	return true
 }
 
 // takeDirtyAlways is takeDirty for data that an earlier process has taken.
@@ -125,10 +139,14 @@ func (fs *FS) takeDirtyAlways(ino *inode) {
 	ino.wb.held++
 }
 
-// exceedsShare reports whether a file holds as many dirty buffers as one file may while the server
-// is busy with it, or while other files hold data too. The caller holds dirty.
-func (fs *FS) exceedsShare(ino *inode, limit int) bool {
-	return ino.wb.held >= max(1, limit*fileShareNum/fileShareDen) && (ino.wb.busy > 0 || len(fs.dirty.inodes) > 1)
+// dirtyRoom returns how many more dirty buffers a file may hold, which may be less than 0. A file may
+// hold a part of the limit of all files while the server is busy with it, or while other files hold
+// data too. The caller holds dirty.
+func (fs *FS) dirtyRoom(ino *inode, limit int) int {
+	if ino.wb.busy == 0 && len(fs.dirty.inodes) <= 1 {
+		return math.MaxInt
+	}
+	return max(1, limit*fileShareNum/fileShareDen) - ino.wb.held
 }
 
 // giveDirty reverses takeDirty.
@@ -141,24 +159,79 @@ func (fs *FS) giveDirty(ino *inode) {
 	}
 	d.bytes -= size
 	ino.wb.held--
-	d.changed()
+	fs.serveWriters()
 }
 
-// changed wakes the writers that wait. The caller holds d.
-func (d *dirtySet) changed() {
-	if d.wake != nil {
-		close(d.wake)
-		d.wake = nil
+// serveWriters lets writers continue, each user in turn, and writes back a file while others wait.
+// It must run after each change that a writer may wait for. The caller holds dirty.
+func (fs *FS) serveWriters() {
+	d := &fs.dirty
+	limit := fs.dirtyLimit()
+	for ino, parked := range d.parked {
+		for range min(fs.dirtyRoom(ino, limit), parked.Len()) {
+			parked.Take().Value.join(&d.waiters)
+		}
+		if parked.Len() == 0 {
+			delete(d.parked, ino)
+		}
 	}
+	for e := d.waiters.First(); e != nil; e = d.waiters.First() {
+		w := e.Value
+		if fs.dirtyRoom(w.ino, limit) <= 0 {
+			w.leave()
+			d.park(w)
+			continue
+		}
+		if !fs.takeDirty(w.ino) {
+			break
+		}
+		d.waiters.Take()
+		w.ready <- true
+	}
+	for ino := range d.parked {
+		fs.reclaim(ino)
+	}
+	if d.waiters.Len() > 0 {
+		fs.reclaim(nil)
+		fs.endUselessWaits()
+	}
+}
+
+// endUselessWaits lets writers write without keeping data when the server is busy with all files
+// that hold data. A writer of a busy file would wait for the server in any case. The caller holds
+// dirty.
+func (fs *FS) endUselessWaits() {
+	d := &fs.dirty
+	for ino := range d.inodes {
+		if ino.wb.busy == 0 {
+			return
+		}
+	}
+	for range d.waiters.Len() {
+		w := d.waiters.Take().Value
+		if w.ino.wb.busy > 0 {
+			w.join(&d.waiters)
+		} else {
+			w.ready <- false
+		}
+	}
+}
+
+// makeRoom serves the writers after other file systems have returned bytes, and writes back a file
+// while requests wait for buffers.
+func (fs *FS) makeRoom() {
+	defer fs.recovered()
+	fs.dirty.Lock()
+	defer fs.dirty.Unlock()
+	fs.serveWriters()
+	fs.reclaim(nil)
 }
 
 // reclaim starts to write back one file: ino, when it holds more than its share, or else the file
 // with the most buffers. It passes over files with which the server is busy and files that are
-// being written back. It does not wait.
+// being written back. It does not wait. The caller holds dirty.
 func (fs *FS) reclaim(ino *inode) {
 	d := &fs.dirty
-	d.Lock()
-	defer d.Unlock()
 	var most *inode
 	for other, file := range d.inodes {
 		if other.wb.busy > 0 || file.flushing {
@@ -168,7 +241,7 @@ func (fs *FS) reclaim(ino *inode) {
 			most = other
 		}
 	}
-	if ino != nil && fs.exceedsShare(ino, fs.dirtyLimit()) {
+	if ino != nil && fs.dirtyRoom(ino, fs.dirtyLimit()) <= 0 {
 		if file := d.inodes[ino]; file == nil || file.flushing || ino.wb.busy > 0 {
 			return
 		}

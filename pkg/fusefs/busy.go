@@ -78,7 +78,7 @@ func (fs *FS) retryBusy(ctx context.Context, ino *inode, err *error, try int, ma
 		*mark = true
 		fs.dirty.Lock()
 		ino.wb.busy++
-		fs.dirty.changed() // the waits of writers may be useless now
+		fs.serveWriters() // the waits of writers may be useless now
 		fs.dirty.Unlock()
 	}
 	retry := fs.retryJukebox(ctx, *err, try)
@@ -97,7 +97,7 @@ func (fs *FS) clearBusy(ino *inode, mark *busyMark) {
 	fs.dirty.Lock()
 	defer fs.dirty.Unlock()
 	ino.wb.busy--
-	fs.dirty.changed()
+	fs.serveWriters()
 }
 
 // pauseRead is retryJukebox for a call with cred that reads into t, of which done bytes are read. It

@@ -3,6 +3,8 @@ package fusefs
 import (
 	"sync"
 	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/fairqueue"
 )
 
 // DefaultDirtyExpire is the age at which Linux users can expect data of an open file on the server.
@@ -63,8 +65,11 @@ type dirtySet struct {
 	sync.Mutex
 	inodes map[*inode]*dirtyFile // files that hold buffers
 	bytes  int64                 // buffers of extents, and buffers that a writer is about to fill
-	// wake is closed and set to nil when bytes falls. wake is nil while no writer waits.
-	wake chan struct{}
+
+	// Writers that wait until their files may hold more data. Those of a file that holds all that it
+	// may are parked.
+	waiters fairqueue.Queue[*dirtyWaiter]
+	parked  map[*inode]*fairqueue.Queue[*dirtyWaiter]
 
 	// One timer serves all files. It runs until due while a file is dirty.
 	timer   *time.Timer
@@ -72,6 +77,35 @@ type dirtySet struct {
 	stopped bool
 
 	lost map[*inode]*Loss // data that the end of the mount discarded
+}
+
+// A dirtyWaiter is a writer that waits until its file may hold another buffer.
+type dirtyWaiter struct {
+	ino   *inode
+	user  uint32
+	queue *fairqueue.Queue[*dirtyWaiter] // which contains entry
+	entry fairqueue.Entry[*dirtyWaiter]
+	ready chan bool // gets one value: whether a buffer is taken; otherwise waiting is useless
+}
+
+func (w *dirtyWaiter) join(q *fairqueue.Queue[*dirtyWaiter]) {
+	w.queue = q
+	q.Add(&w.entry, w.user)
+}
+
+func (w *dirtyWaiter) leave() { w.queue.Remove(&w.entry) }
+
+// park lets a writer wait until its file holds less. The caller holds d.
+func (d *dirtySet) park(w *dirtyWaiter) {
+	if d.parked == nil {
+		d.parked = make(map[*inode]*fairqueue.Queue[*dirtyWaiter])
+	}
+	q := d.parked[w.ino]
+	if q == nil {
+		q = &fairqueue.Queue[*dirtyWaiter]{}
+		d.parked[w.ino] = q
+	}
+	w.join(q)
 }
 
 // A dirtyFile describes the data of one file.
@@ -96,6 +130,7 @@ func (fs *FS) unmarkDirty(ino *inode) {
 	fs.dirty.Lock()
 	defer fs.dirty.Unlock()
 	delete(fs.dirty.inodes, ino)
+	fs.serveWriters()
 }
 
 // dirtyFiles returns the files that hold buffers now.
@@ -165,6 +200,7 @@ func (fs *FS) flushExpired(ino *inode, file *dirtyFile) {
 	fs.dirty.Lock()
 	defer fs.dirty.Unlock()
 	file.flushing = false
+	fs.serveWriters()
 	if fs.dirty.inodes[ino] == file {
 		fs.armExpiry(fs.opts.DirtyExpire - time.Since(file.since))
 	}

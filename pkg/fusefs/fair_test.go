@@ -128,6 +128,86 @@ func TestWaitingReadsRaiseKernelBound(t *testing.T) {
 	}
 }
 
+// TestWritersContinueInTurn lets writers of several users and files wait for room, and makes room one
+// buffer at a time. A step is "+" and a writer to start, whose letter is the user and whose digit is
+// the file; "-" and a file that gives one buffer back; "x" and a writer that is interrupted; "!" and
+// a file with which the server becomes busy; or the writers that continue, in their order. "w" after
+// a writer means that it must write without keeping data.
+func TestWritersContinueInTurn(t *testing.T) {
+	const limit = 4 // buffers, of which one of several files may hold 3
+	for _, c := range []struct{ name, held, steps string }{
+		{"no wait", "11", "+a1 a1 +b2 b2"},
+		{"users take turns", "1111", "+a1 +a1 +a1 +b1 +b1 -1 a1 -1 b1 -1 a1 -1 b1 -1 a1"},
+		{"a writer with room does not overtake", "1122", "+a1 +b2 +a2 -1 a1 -1 b2 -2 a2"},
+		{"a file over its share stops no other", "1112", "+a1 +a1 +b2 -2 b2 -1 a1 -2 -1 a1"},
+		{"nor one of the same user", "1112", "+a1 +a1 +a2 -2 a2 -1 a1"},
+		{"an interrupted writer leaves", "1111", "+a1 +b1 xa1 -1 b1"},
+		{"the only file has no share", "1111", "-1 +a1 a1"},
+		{"the end of the other file", "1112", "+a1 -2 a1"},
+		{"all files are busy", "1122", "+a1 +b3 !1 !2 b3w -1 a1"},
+		{"a busy file with its share", "1111", "+a1 +b2 !1 b2w -1 +b2 b2 -1 a1"},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			fs := bareFS(&memServer{}, testPool(t, 32), Options{DirtyBytes: limit * MinIOSize})
+			files := make(map[byte]*inode)
+			for i := range byte(4) {
+				files['0'+i] = &inode{id: uint64(i)}
+			}
+			for _, f := range []byte(c.held) {
+				fs.takeDirtyAlways(files[f])
+				fs.dirty.inodes[files[f]] = &dirtyFile{flushing: true} // a flush that does not end
+			}
+			var got []string
+			cancels := make(map[string][]context.CancelFunc)
+			give := func(ino *inode) {
+				if ino.wb.held == 1 {
+					fs.dirty.Lock()
+					delete(fs.dirty.inodes, ino)
+					fs.dirty.Unlock()
+				}
+				fs.giveDirty(ino)
+			}
+			for _, step := range strings.Fields(c.steps) {
+				name := step[1:]
+				switch step[0] {
+				case '+':
+					ctx, cancel := context.WithCancel(t.Context())
+					defer cancel()
+					cancels[name] = append(cancels[name], cancel)
+					h := &fileHandle{ino: files[name[1]], cred: sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{UID: uint32(name[0])})}
+					go func() {
+						switch taken, through := fs.getDirty(ctx, h); {
+						case taken:
+							got = append(got, name)
+						case through:
+							got = append(got, name+"w")
+						}
+					}()
+				case '-':
+					give(files[name[0]])
+				case 'x':
+					cancels[name][0]()
+				case '!':
+					fs.dirty.Lock()
+					files[name[0]].wb.busy++
+					fs.serveWriters()
+					fs.dirty.Unlock()
+				default:
+					if len(got) == 0 || got[0] != step {
+						t.Fatalf("%s: writers that continue: got %v, want %s", c.name, got, step)
+					}
+					got = got[1:]
+					continue
+				}
+				synctest.Wait()
+			}
+			if len(got) > 0 {
+				t.Errorf("%s: further writers that continue: %v, want none", c.name, got)
+			}
+		})
+	}
+}
+
 // TestOneReclaimForAllWaits lets requests wait for buffers. However many wait, files are written
 // back one at a time, and none after the last request.
 func TestOneReclaimForAllWaits(t *testing.T) {
