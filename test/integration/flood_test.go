@@ -23,24 +23,82 @@ import (
 )
 
 const (
-	// floodEnv sets how long TestFlood measures each number of readers, in the form of
-	// time.ParseDuration. `make soak` sets 10s.
+	// floodEnv sets how long TestFlood measures each flood, in the form of time.ParseDuration.
+	// `make soak` sets 10s.
 	floodEnv = "NFSRDMAD_FLOOD"
-	// floodHelper makes the test program a flooder or a visitor: "UID READERS FILE".
+	// floodHelper makes the test program a user of a mount: "UID KIND THREADS DIR".
 	floodHelper = "NFSRDMAD_FLOOD_HELPER"
-	floodRead   = 128 << 10 // bytes
+	floodBlock  = 128 << 10 // bytes
 	floodFile   = 64 << 20  // bytes
 	smallFiles  = 64
+	floodDirs   = 1024
+	floodOpen   = 500 // directories that a thread keeps open
 )
 
-// runFloodHelper runs as a user of a mount until standard input ends. With readers, it reads the
-// file with direct I/O, with one thread for each reader. Without, it opens and reads the small files
-// of the directory one after the other. For each line of standard input it prints what it did since
-// the last one: the number of reads, the median and the 99th percentile of their times.
+// floods are the kinds of a user of a mount. One begins in a directory and returns what a thread
+// does again and again. Thread 0 begins first.
+var floods = map[string]func(dir string, thread int) (func() error, error){
+	"visit": func(dir string, _ int) (func() error, error) {
+		i := 0
+		return func() error {
+			i++
+			return visit(filepath.Join(dir, strconv.Itoa(i%smallFiles)))
+		}, nil
+	},
+	"read": func(dir string, _ int) (func() error, error) {
+		fd, err := unix.Open(filepath.Join(dir, "large"), unix.O_RDONLY|unix.O_DIRECT|unix.O_CLOEXEC, 0)
+		buf := make([]byte, floodBlock)
+		return func() error {
+			_, err := unix.Pread(fd, buf, rand.Int64N(floodFile/floodBlock)*floodBlock)
+			return err
+		}, err
+	},
+	"write": func(dir string, thread int) (func() error, error) {
+		fd, err := unix.Open(filepath.Join(dir, fmt.Sprint("written", thread%16)),
+			unix.O_WRONLY|unix.O_CREAT|unix.O_CLOEXEC, 0o666)
+		buf := make([]byte, floodBlock)
+		return func() error {
+			_, err := unix.Pwrite(fd, buf, rand.Int64N(floodFile/floodBlock)*floodBlock)
+			return err
+		}, err
+	},
+	"directory": func(dir string, thread int) (func() error, error) {
+		i, last := thread, make([]int, 0, floodOpen)
+		return func() error {
+			if len(last) == floodOpen {
+				for _, fd := range last {
+					unix.Close(fd)
+				}
+				last = last[:0]
+			}
+			i = (i + 31) % floodDirs
+			fd, err := unix.Open(filepath.Join(dir, "dirs", strconv.Itoa(i)), unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+			if err == nil {
+				last = append(last, fd)
+			}
+			return err
+		}, nil
+	},
+	"lock": func(dir string, _ int) (func() error, error) {
+		fd, err := unix.Open(filepath.Join(dir, "locked"), unix.O_RDWR|unix.O_CLOEXEC, 0)
+		return func() error {
+			for _, kind := range []int16{unix.F_WRLCK, unix.F_UNLCK} {
+				if err := unix.FcntlFlock(uintptr(fd), unix.F_OFD_SETLKW, &unix.Flock_t{Type: kind, Len: 1}); err != nil {
+					return err
+				}
+			}
+			return nil
+		}, err
+	},
+}
+
+// runFloodHelper runs the threads of one user of a mount until standard input ends. For each line of
+// standard input it prints what they did since the last one: how often, the median and the 99th
+// percentile of the times, in nanoseconds.
 func runFloodHelper(args string) {
-	var uid, readers int
-	var path string
-	_, err := fmt.Sscan(args, &uid, &readers, &path)
+	var uid, threads int
+	var kind, dir string
+	_, err := fmt.Sscan(args, &uid, &kind, &threads, &dir)
 	check := func(err error) {
 		if err != nil {
 			fmt.Println("error:", err)
@@ -55,34 +113,17 @@ func runFloodHelper(args string) {
 	var times []time.Duration
 	var stop atomic.Bool
 	var wg sync.WaitGroup
-	loop := func(do func() error) {
-		for !stop.Load() {
-			began := time.Now()
-			check(do())
-			mu.Lock()
-			times = append(times, time.Since(began))
-			mu.Unlock()
-		}
-	}
-	if readers > 0 {
-		fd, err := unix.Open(path, unix.O_RDONLY|unix.O_DIRECT|unix.O_CLOEXEC, 0)
+	for i := range threads {
+		do, err := floods[kind](dir, i)
 		check(err)
-		for range readers {
-			wg.Go(func() {
-				buf := make([]byte, floodRead)
-				loop(func() error {
-					_, err := unix.Pread(fd, buf, rand.Int64N(floodFile/floodRead)*floodRead)
-					return err
-				})
-			})
-		}
-	} else {
 		wg.Go(func() {
-			i := 0
-			loop(func() error {
-				i++
-				return visit(filepath.Join(path, strconv.Itoa(i%smallFiles)))
-			})
+			for !stop.Load() {
+				began := time.Now()
+				check(do())
+				mu.Lock()
+				times = append(times, time.Since(began))
+				mu.Unlock()
+			}
 		})
 	}
 	for in := bufio.NewScanner(os.Stdin); in.Scan(); {
@@ -121,10 +162,10 @@ type floodProcess struct {
 	cmd *exec.Cmd
 }
 
-func startFlood(t *testing.T, uid, readers int, path string) *floodProcess {
+func startFlood(t *testing.T, uid int, kind string, threads int, dir string) *floodProcess {
 	t.Helper()
 	p := &floodProcess{cmd: exec.Command(os.Args[0])}
-	p.cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d %d %s", floodHelper, uid, readers, path))
+	p.cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d %s %d %s", floodHelper, uid, kind, threads, dir))
 	p.cmd.Stderr = os.Stderr
 	var err error
 	p.in, err = p.cmd.StdinPipe()
@@ -156,47 +197,59 @@ func (p *floodProcess) end(t *testing.T) {
 	}
 }
 
-// TestFlood lets many threads of one user read a file with direct I/O while another user opens and
-// reads small files. Both users must make progress. With floodEnv it logs how much.
+// TestFlood lets many threads of one user work on a mount while another user opens and reads small
+// files. Both users must make progress. With floodEnv it logs how much.
 func TestFlood(t *testing.T) {
 	if !mounts.InOwnProcess(t) {
 		return
 	}
+	type flood struct {
+		kind    string
+		threads int
+	}
 	var measure time.Duration
-	counts := []int{128}
+	all := []flood{{"read", 128}, {"write", 16}, {"directory", 4}, {"lock", 16}}
 	if s := os.Getenv(floodEnv); s != "" {
 		var err error
 		measure, err = time.ParseDuration(s)
 		kit.Must(t, err)
-		counts = []int{32, 1024, 4096}
+		all = []flood{{"read", 32}, {"read", 1024}, {"read", 4096}, {"write", 32}, {"write", 1024}, {"directory", 32},
+			{"lock", 3000}}
 	}
 	s := mounts.ServeDir(t, mounts.OpenTempDir(t), "--no-root-squash")
+	kit.Must(t, os.Chmod(s.Dir, 0o777))
 	kit.Must(t, os.WriteFile(filepath.Join(s.Dir, "large"), make([]byte, floodFile), 0o644))
+	kit.Must(t, os.WriteFile(filepath.Join(s.Dir, "locked"), nil, 0o644))
+	kit.Must(t, os.Chmod(filepath.Join(s.Dir, "locked"), 0o666))
 	for i := range smallFiles {
 		kit.Must(t, os.WriteFile(filepath.Join(s.Dir, strconv.Itoa(i)), []byte("0123456789"), 0o644))
 	}
+	kit.Must(t, os.Mkdir(filepath.Join(s.Dir, "dirs"), 0o755))
+	for i := range floodDirs {
+		kit.Must(t, os.Mkdir(filepath.Join(s.Dir, "dirs", strconv.Itoa(i)), 0o755))
+	}
 	dir := mounts.MountServed(t, s)
-	visitor := startFlood(t, 4002, 0, dir)
+	visitor := startFlood(t, 4002, "visit", 1, dir)
 	defer visitor.end(t)
-	progress := func(p *floodProcess, reads int) {
+	progress := func(p *floodProcess, steps int) {
 		t.Helper()
-		kit.Eventually(t, "reads", func() bool { n, _, _ := p.report(t); reads -= n; return reads <= 0 })
+		kit.Eventually(t, "progress", func() bool { n, _, _ := p.report(t); steps -= n; return steps <= 0 })
 	}
 	progress(visitor, smallFiles)
 	time.Sleep(measure)
 	n, p50, p99 := visitor.report(t)
-	t.Logf("no readers: %d opens with a read of the other user, median %v, 99%% %v", n, p50, p99)
-	for _, readers := range counts {
-		flood := startFlood(t, 4001, readers, filepath.Join(dir, "large"))
-		progress(flood, readers)
+	t.Logf("no flood: %d opens with a read of the other user, median %v, 99%% %v", n, p50, p99)
+	for _, f := range all {
+		p := startFlood(t, 4001, f.kind, f.threads, dir)
+		progress(p, f.threads)
 		progress(visitor, 2)
-		flood.report(t)
+		p.report(t)
 		visitor.report(t)
 		time.Sleep(measure)
-		reads, _, slowest := flood.report(t)
+		steps, _, slowest := p.report(t)
 		n, p50, p99 := visitor.report(t)
-		t.Logf("%d readers: %d reads, 99%% %v; %d opens with a read of the other user, median %v, 99%% %v", readers,
-			reads, slowest, n, p50, p99)
-		flood.end(t)
+		t.Logf("%d threads, %s: %d steps, 99%% %v; %d opens with a read of the other user, median %v, 99%% %v", f.threads,
+			f.kind, steps, slowest, n, p50, p99)
+		p.end(t)
 	}
 }
