@@ -41,7 +41,7 @@ func nsec(t nfs3.Time3) uint32 { return min(t.Nsec, uint32(time.Second-1)) }
 // have lost.
 func (fs *FS) fillAttr(ino *inode, out *fuse.Attr, a *nfs3.Attr) {
 	*out = fuse.Attr{
-		Ino: a.FileID, Size: max(a.Size, ino.wb.end()), Blocks: (a.Used + statBlock - 1) / statBlock,
+		Ino: a.FileID, Size: max(a.Size, ino.data.Load().end()), Blocks: (a.Used + statBlock - 1) / statBlock,
 		Atime: uint64(a.Atime.Sec), Atimensec: nsec(a.Atime),
 		Mtime: uint64(a.Mtime.Sec), Mtimensec: nsec(a.Mtime),
 		Ctime: uint64(a.Ctime.Sec), Ctimensec: nsec(a.Ctime),
@@ -104,20 +104,20 @@ func (fs *FS) updateAttrLocked(ino *inode, a *nfs3.Attr, start uint64) (stored b
 	if start < ino.changeClock || ino.pending > 0 || ino.isOtherObjectLocked(a) {
 		return false, nil
 	}
-	now := stampOf(a)
-	changed := ino.known && stampOf(&ino.attr) != now
-	foreign := ino.known && fs.changedByOther(ino, stampOf(&ino.attr), now)
+	next := stampOf(a)
+	changed := ino.known && stampOf(&ino.attr) != next
+	foreign := ino.known && fs.changedByOther(ino, stampOf(&ino.attr), next)
 	if foreign && a.Type == nfs3.NF3DIR {
 		ino.newEpoch(fs)
 		expired = ino.takeNamesLocked()
 	}
 	if ino.pageStampValid {
-		ino.pageStampValid = !fs.changedByOther(ino, ino.pageStamp, now)
-		ino.pageStamp = now
+		ino.pageStampValid = !fs.changedByOther(ino, ino.pageStamp, next)
+		ino.pageStamp = next
 	}
 	fs.ageLocked(ino, a, changed)
 	ino.attr, ino.known, ino.valid = *a, true, true
-	ino.receivedAt, ino.requestClock = time.Now(), start
+	ino.receivedAt, ino.requestClock = now(), start
 	if ino.silly != nil && ino.attr.Nlink > 0 {
 		ino.attr.Nlink-- // do not count the hidden name
 	}
@@ -134,12 +134,12 @@ func (fs *FS) ageLocked(ino *inode, a *nfs3.Attr, changed bool) {
 	if a.Type == nfs3.NF3DIR {
 		minAge, maxAge = fs.opts.AcDirMin, fs.opts.AcDirMax
 	}
-	now := time.Now()
+	at := now()
 	switch {
 	case !ino.known || changed:
-		ino.ttl, ino.ttlSetAt = minAge, now
-	case now.Sub(ino.ttlSetAt) >= ino.ttl:
-		ino.ttl, ino.ttlSetAt = min(2*max(ino.ttl, minAge), maxAge), now
+		ino.ttl, ino.ttlSetAt = minAge, at
+	case at.since(ino.ttlSetAt) >= ino.ttl:
+		ino.ttl, ino.ttlSetAt = min(2*max(ino.ttl, minAge), maxAge), at
 	}
 }
 
@@ -180,7 +180,7 @@ func (fs *FS) takeUnsent(ino *inode, a *nfs3.Attr) (left time.Duration, ok bool)
 	defer ino.mu.Unlock()
 	sent := !ino.unsent
 	ino.unsent = false
-	left = ino.ttl - time.Since(ino.receivedAt)
+	left = ino.ttl - now().since(ino.receivedAt)
 	if sent || !ino.valid || ino.pending > 0 || ino.requestClock < fs.lastUnseenChange(ino) || left <= 0 ||
 		fs.opts.NoAC {
 		return 0, false
@@ -309,7 +309,7 @@ func (fs *FS) attrTimeout(ino *inode) time.Duration {
 // freshLocked reports whether the cached attributes may be used without asking the server. The
 // caller holds ino.mu.
 func (fs *FS) freshLocked(ino *inode) bool {
-	return ino.valid && !fs.opts.NoAC && time.Since(ino.receivedAt) < ino.ttl
+	return ino.valid && !fs.opts.NoAC && now().since(ino.receivedAt) < ino.ttl
 }
 
 func hasStatus(err error, s nfs3.Status) bool {

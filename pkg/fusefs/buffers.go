@@ -124,7 +124,7 @@ func (fs *FS) takeDirty(ino *inode) bool {
 		return false
 	}
 	d.bytes = next
-	ino.wb.held++
+	ino.wb().held++
 	return true
 }
 
@@ -136,17 +136,18 @@ func (fs *FS) takeDirtyAlways(ino *inode) {
 	if d.bytes += size; d.bytes > dirtyReserve*size {
 		fs.opts.DirtyTotal.takeAlways(size)
 	}
-	ino.wb.held++
+	ino.wb().held++
 }
 
 // dirtyRoom returns how many more dirty buffers a file may hold, which may be less than 0. A file may
 // hold a part of the limit of all files while the server is busy with it, or while other files hold
 // data too. The caller holds dirty.
 func (fs *FS) dirtyRoom(ino *inode, limit int) int {
-	if ino.wb.busy == 0 && len(fs.dirty.inodes) <= 1 {
+	w := ino.wb()
+	if w.busy == 0 && len(fs.dirty.inodes) <= 1 {
 		return math.MaxInt
 	}
-	return max(1, limit*fileShareNum/fileShareDen) - ino.wb.held
+	return max(1, limit*fileShareNum/fileShareDen) - w.held
 }
 
 // giveDirty reverses takeDirty.
@@ -158,7 +159,7 @@ func (fs *FS) giveDirty(ino *inode) {
 		fs.opts.DirtyTotal.give(size)
 	}
 	d.bytes -= size
-	ino.wb.held--
+	ino.wb().held--
 	fs.serveWriters()
 }
 
@@ -203,13 +204,13 @@ func (fs *FS) serveWriters() {
 func (fs *FS) endUselessWaits() {
 	d := &fs.dirty
 	for ino := range d.inodes {
-		if ino.wb.busy == 0 {
+		if ino.wb().busy == 0 {
 			return
 		}
 	}
 	for range d.waiters.Len() {
 		w := d.waiters.Take().Value
-		if w.ino.wb.busy > 0 {
+		if w.ino.wb().busy > 0 {
 			w.join(&d.waiters)
 		} else {
 			w.ready <- false
@@ -234,15 +235,15 @@ func (fs *FS) reclaim(ino *inode) {
 	d := &fs.dirty
 	var most *inode
 	for other, file := range d.inodes {
-		if other.wb.busy > 0 || file.flushing {
+		if other.wb().busy > 0 || file.flushing {
 			continue
 		}
-		if most == nil || other.wb.held > most.wb.held {
+		if most == nil || other.wb().held > most.wb().held {
 			most = other
 		}
 	}
 	if ino != nil && fs.dirtyRoom(ino, fs.dirtyLimit()) <= 0 {
-		if file := d.inodes[ino]; file == nil || file.flushing || ino.wb.busy > 0 {
+		if file := d.inodes[ino]; file == nil || file.flushing || ino.wb().busy > 0 {
 			return
 		}
 		most = ino
@@ -272,7 +273,7 @@ func (fs *FS) writeThrough(r *request, h *fileHandle, off uint64, data []byte) (
 }
 
 func (fs *FS) writeThroughOnce(r *request, h *fileHandle, off uint64, data []byte) (int, error) {
-	ino, w := h.ino, &h.ino.wb
+	ino, w := h.ino, h.ino.wb()
 	buf := fs.getBuffer(r, h.cred)
 	if buf == nil {
 		return 0, syscall.EINTR

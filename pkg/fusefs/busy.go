@@ -77,7 +77,7 @@ func (fs *FS) retryBusy(ctx context.Context, ino *inode, err *error, try int, ma
 	if !*mark {
 		*mark = true
 		fs.dirty.Lock()
-		ino.wb.busy++
+		ino.wb().busy++
 		fs.serveWriters() // the waits of writers may be useless now
 		fs.dirty.Unlock()
 	}
@@ -96,7 +96,7 @@ func (fs *FS) clearBusy(ino *inode, mark *busyMark) {
 	*mark = false
 	fs.dirty.Lock()
 	defer fs.dirty.Unlock()
-	ino.wb.busy--
+	ino.wb().busy--
 	fs.serveWriters()
 }
 

@@ -26,7 +26,10 @@ const (
 // refused all data; fileHandle.report returns the refusal. The error is EINTR when ctx ends first.
 // The data then stays in memory.
 func (fs *FS) sync(ctx context.Context, ino *inode) error {
-	w := &ino.wb
+	w := ino.data.Load()
+	if w == nil {
+		return nil
+	}
 	if dirty, err := fs.beginSync(ctx, ino); !dirty {
 		return err
 	}
@@ -44,7 +47,7 @@ func (fs *FS) sync(ctx context.Context, ino *inode) error {
 // beginSync waits for other syncs of the file and begins one. dirty is false when nothing is to be
 // written, or with an error.
 func (fs *FS) beginSync(ctx context.Context, ino *inode) (dirty bool, err error) {
-	w := &ino.wb
+	w := ino.wb()
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.clean() {
@@ -73,7 +76,7 @@ func (w *writeback) endSync() {
 // commit makes the extents stable that are unstable now. replayed is true when the verifier changed
 // and the data was sent again.
 func (fs *FS) commit(ctx context.Context, ino *inode, replays int) (replayed bool, err error) {
-	set := ino.wb.unstableNow()
+	set := ino.wb().unstableNow()
 	if len(set) == 0 {
 		return false, nil
 	}
@@ -149,7 +152,7 @@ func (w *writeback) unstableNow() []*extent {
 
 // releaseExtents releases extents whose data is stable.
 func (fs *FS) releaseExtents(ino *inode, set []*extent) {
-	w := &ino.wb
+	w := ino.wb()
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, e := range set {
@@ -161,7 +164,7 @@ func (fs *FS) releaseExtents(ino *inode, set []*extent) {
 
 // discard releases extents whose data is lost and records err for the file's open handles.
 func (fs *FS) discard(ino *inode, set []*extent, err error) {
-	w := &ino.wb
+	w := ino.wb()
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, e := range set {
@@ -179,8 +182,8 @@ func (fs *FS) replay(ctx context.Context, ino *inode, stable nfs3.StableHow) err
 	if fs.opts.Locks != nil {
 		fs.opts.Locks.Restarted("write verifier changed")
 	}
-	defer ino.wb.resume()
-	set, err := ino.wb.pause(ctx)
+	defer ino.wb().resume()
+	set, err := ino.wb().pause(ctx)
 	if err != nil {
 		return err
 	}

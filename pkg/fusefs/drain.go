@@ -140,7 +140,7 @@ func (fs *FS) awaitProgress(ctx context.Context, done <-chan struct{}, stall tim
 // extent must not be in any list. The caller holds writeback.mu.
 func (fs *FS) drop(ino *inode, e *extent, err error) {
 	fs.Counters.WriteErrors.Add(1)
-	ino.wb.fail(err)
+	ino.wb().fail(err)
 	fs.keepFileError(ino)
 	if fs.isAborted() {
 		fs.recordLoss(ino, e)
@@ -162,7 +162,7 @@ func (fs *FS) keepFileError(ino *inode) {
 	defer fs.handles.Unlock()
 	for _, h := range fs.handles.files {
 		if h.ino == ino {
-			fs.state.setFileError(h, ino.wb.err)
+			fs.state.setFileError(h, ino.wb().err)
 		}
 	}
 }
@@ -214,7 +214,7 @@ func (fs *FS) freeExtents() {
 }
 
 func (fs *FS) freeExtentsOf(ino *inode) {
-	w := &ino.wb
+	w := ino.wb()
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	left := slices.Concat(w.sending, w.unstable) // sending is empty unless a sender panicked

@@ -26,7 +26,7 @@ func (fs *FS) dropPages(ino *inode, e *extent) {
 // After a write with O_DIRECT, dropWritten does not wait for the drop. The write can be one of the
 // kernel's background requests, and a READ that holds the pages can wait for these requests.
 func (fs *FS) dropWritten(r *request, h *fileHandle, flags uint32, p pageRange) {
-	ino, w := h.ino, &h.ino.wb
+	ino, w := h.ino, h.ino.wb()
 	ino.mu.Lock()
 	cached := ino.buffered && fs.explicitPages()
 	ino.mu.Unlock()
@@ -45,7 +45,7 @@ func (fs *FS) dropWritten(r *request, h *fileHandle, flags uint32, p pageRange) 
 // waits for the locks of the pages, and a WRITE or READ that is being handled holds them. The
 // caller holds writeback.mu.
 func (fs *FS) dropRange(ino *inode, p pageRange) {
-	w := &ino.wb
+	w := ino.wb()
 	if w.toDrop.empty() {
 		w.toDrop = p
 	}
@@ -58,7 +58,7 @@ func (fs *FS) dropRange(ino *inode, p pageRange) {
 
 // sendRanges sends the notifications of one file. It holds no lock meanwhile.
 func (fs *FS) sendRanges(ino *inode) {
-	for p := ino.wb.takeDrop(); !p.empty(); p = ino.wb.takeDrop() {
+	for p := ino.wb().takeDrop(); !p.empty(); p = ino.wb().takeDrop() {
 		if d := fs.device.Load(); d != nil {
 			_ = d.InvalInode(ino.id, int64(p.off), int64(p.end-p.off))
 		}
@@ -81,6 +81,9 @@ func (w *writeback) takeDrop() pageRange {
 // awaitDropped waits until the kernel has dropped the pages of dropRange. The request must hold no
 // page lock: it is FSYNC, FLUSH, or a WRITE past the page cache.
 func (w *writeback) awaitDropped(ctx context.Context) error {
+	if w == nil {
+		return nil
+	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for w.dropping {

@@ -160,7 +160,7 @@ func TestWritersContinueInTurn(t *testing.T) {
 			var got []string
 			cancels := make(map[string][]context.CancelFunc)
 			give := func(ino *inode) {
-				if ino.wb.held == 1 {
+				if ino.wb().held == 1 {
 					fs.dirty.Lock()
 					delete(fs.dirty.inodes, ino)
 					fs.dirty.Unlock()
@@ -189,7 +189,7 @@ func TestWritersContinueInTurn(t *testing.T) {
 					cancels[name][0]()
 				case '!':
 					fs.dirty.Lock()
-					files[name[0]].wb.busy++
+					files[name[0]].wb().busy++
 					fs.serveWriters()
 					fs.dirty.Unlock()
 				default:

@@ -22,7 +22,7 @@ type fileHandle struct {
 	direct   bool   // I/O past the kernel's pages
 	watched  bool   // guarded by FS.handles: open for buffered reads
 	closed   bool   // guarded by FS.handles
-	errSeen  uint64 // guarded by ino.wb.mu: number of errors reported so far
+	errSeen  uint64 // guarded by ino.wb().mu: number of errors reported so far
 	// setID is true after a write to a file with a set-user-ID or set-group-ID bit. The server may
 	// have cleared the bit.
 	setID atomic.Bool
@@ -57,9 +57,11 @@ func (fs *FS) makeFile(ino *inode, cred []byte, flags uint32) *fileHandle {
 		ino.buffered = true
 		ino.mu.Unlock()
 	}
-	ino.wb.mu.Lock()
-	h.errSeen = ino.wb.errSeq
-	ino.wb.mu.Unlock()
+	if w := ino.data.Load(); w != nil {
+		w.mu.Lock()
+		h.errSeen = w.errSeq
+		w.mu.Unlock()
+	}
 	return h
 }
 
@@ -278,7 +280,7 @@ func (fs *FS) syncFile(r *request, h *fileHandle) error {
 	if err := fs.sync(r, h.ino); err != nil {
 		return err
 	}
-	if err := h.ino.wb.awaitDropped(r); err != nil {
+	if err := h.ino.data.Load().awaitDropped(r); err != nil {
 		return err
 	}
 	if fs.isAborted() {
@@ -311,10 +313,12 @@ func (fs *FS) Release(cancel <-chan struct{}, in *fuse.ReleaseIn) {
 		fs.handles.releasing[h] = struct{}{}
 	}
 	fs.handles.Unlock()
-	w := &h.ino.wb
-	w.mu.Lock()
-	dirty := h.writable && !w.clean()
-	w.mu.Unlock()
+	dirty := false
+	if w := h.ino.data.Load(); w != nil && h.writable {
+		w.mu.Lock()
+		dirty = !w.clean()
+		w.mu.Unlock()
+	}
 	if !dirty && !locks {
 		fs.closeFile(h)
 		return

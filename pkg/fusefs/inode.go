@@ -13,58 +13,81 @@ import (
 
 // An inode is an object of the server that the kernel knows or that is open.
 type inode struct {
-	id   uint64
-	fh   nfs3.FH
-	kept keptSlot // guarded by inodeTable.mu
+	id uint64
+	fh nfs3.FH
 
 	// The fields up to hiddenRemovals are guarded by inodeTable.mu.
-	nlookup uint64 // lookup references of the kernel
-	opens   int    // open files and directories
+	hadHidden bool // the directory had a hidden name at some time
+	kept      keptSlot
+	nlookup   uint64 // lookup references of the kernel
+	opens     int32  // open files and directories
 	// calls in flight that may remove the object and began while it was not open
-	removals       int
-	hidden         int  // hidden names in this directory, each of an open file that was removed
-	hadHidden      bool // the directory had a hidden name at some time
-	hiddenRemovals int  // hidden names whose files were closed and that are being removed
+	removals       int32
+	hidden         int32 // hidden names in this directory, each of an open file that was removed
+	hiddenRemovals int32 // hidden names whose files were closed and that are being removed
 
+	// A mount can have millions of nodes, and most are only looked up. What few of them need is
+	// behind a pointer, and small fields are side by side.
 	mu    sync.Mutex
-	attr  nfs3.Attr // latest attributes
-	known bool      // attr was set at least once
-	valid bool      // attr is not known to be outdated
-	size  uint64    // attr.Size, or the end of data written since, whichever is larger
+	known bool // attr was set at least once
+	valid bool // attr is not known to be outdated
 	// sizeUnknown is true after the server rejected data, until the next attributes. size may then
 	// be too large.
 	sizeUnknown bool
-	// how long attr may be cached; doubles while the attributes stay the same
-	ttl      time.Duration
-	ttlSetAt time.Time // time of the last change of ttl
-	// FS.clock of the last change or update; replies to earlier calls are outdated
-	changeClock  uint64
-	receivedAt   time.Time // time when attr was received
-	requestClock uint64    // FS.clock when the call that returned attr was sent
 	// unsent is true when attr came with the reply to a change by this mount, or with a renewal
 	// (walk.go), and the kernel does not have it yet.
-	unsent    bool
-	sent      stamp // of the attributes in the last reply to the kernel
-	pageStamp stamp // state of the file in the kernel's cached pages
+	unsent bool
 	// pageStamp is known, and no other client is known to have changed the file
 	pageStampValid bool
-	buffered       bool             // was opened for I/O through the kernel's pages
-	pageDrops      int              // notifications in progress that make the kernel drop the pages
-	pending        int              // extents that the server does not have yet
-	silly          *sillyName       // current name of a removed file that is still open
-	lookups        lookupState      // of a directory
-	openers        map[*byte]opener // of a file, with Options.NoCTO; as lookupState.searchers
-	acls           *cachedACLs      // nil: unknown
+	buffered       bool      // was opened for I/O through the kernel's pages
+	pageDrops      int32     // notifications in progress that make the kernel drop the pages
+	pending        int32     // extents that the server does not have yet
+	attr           nfs3.Attr // latest attributes
+	size           uint64    // attr.Size, or the end of data written since, whichever is larger
+	// how long attr may be cached; doubles while the attributes stay the same
+	ttl      time.Duration
+	ttlSetAt instant // time of the last change of ttl
+	// FS.clock of the last change or update; replies to earlier calls are outdated
+	changeClock  uint64
+	receivedAt   instant          // time when attr was received
+	requestClock uint64           // FS.clock when the call that returned attr was sent
+	sent         stamp            // of the attributes in the last reply to the kernel
+	pageStamp    stamp            // state of the file in the kernel's cached pages
+	silly        *sillyName       // current name of a removed file that is still open
+	lookups      lookupState      // of a directory
+	openers      map[*byte]opener // of a file, with Options.NoCTO; as lookupState.searchers
+	acls         *cachedACLs      // nil: unknown
 	// FS.clock of the last change by this mount that may change the ACLs; replies to earlier
 	// GETACLs are outdated
 	aclClock uint64
-	names    nameCache // of a directory
-	found    foundAs   // of a directory
-	place    place     // in the last listing
-	walk     *dirWalk  // of a directory; nil before a listing
-	chain    writeChain
+	names    *nameCache // of a directory; nil: none
+	found    foundAs    // of a directory
+	place    place      // in the last listing
+	walk     *dirWalk   // of a directory; nil before a listing
 
-	wb writeback
+	data atomic.Pointer[writeback] // nil before the first write; see wb
+
+	sameHash *inode // guarded by inodeTable.mu; see handleMap
+}
+
+// wb returns the written data of a file. It makes an empty one when there is none.
+func (ino *inode) wb() *writeback {
+	if w := ino.data.Load(); w != nil {
+		return w
+	}
+	ino.data.CompareAndSwap(nil, new(writeback))
+	return ino.data.Load()
+}
+
+// An instant is a time of the monotonic clock, in the third of the size of a time.Time.
+type instant time.Duration
+
+var processStart = time.Now()
+
+func now() instant                            { return instant(time.Since(processStart)) }
+func (t instant) add(d time.Duration) instant { return t + instant(d) }
+func (t instant) since(u instant) time.Duration {
+	return time.Duration(t - u)
 }
 
 // A stamp identifies one state of a file's content.
@@ -83,7 +106,7 @@ func (ino *inode) sillyName() *sillyName { ino.mu.Lock(); defer ino.mu.Unlock();
 type inodeTable struct {
 	mu     sync.Mutex
 	byID   map[uint64]*inode
-	byFH   map[nfs3.FH]*inode // inodes that a lookup can find
+	byFH   handleMap // inodes that a lookup can find
 	lastID uint64
 	state  *State // nil if the mount is not kept
 	// noRecord is called with mu held for each new node for which state has no room
@@ -105,7 +128,8 @@ func (t *inodeTable) init(root *inode, state *State) {
 	t.state = state
 	t.shrink = func() {}
 	t.byID = map[uint64]*inode{root.id: root}
-	t.byFH = map[nfs3.FH]*inode{root.fh: root}
+	t.byFH = handleMap{}
+	t.byFH.put(root)
 	t.lastID = max(root.id, state.firstID())
 }
 
@@ -120,7 +144,7 @@ func (t *inodeTable) get(id uint64) *inode {
 func (t *inodeTable) find(fh nfs3.FH) *inode {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.byFH[fh]
+	return t.byFH.get(fh)
 }
 
 // ref returns the inode with the handle fh and adds one lookup reference. ref creates the inode if
@@ -129,12 +153,12 @@ func (t *inodeTable) find(fh nfs3.FH) *inode {
 func (t *inodeTable) ref(fh nfs3.FH, attr *nfs3.Attr) *inode {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	ino := t.byFH[fh]
+	ino := t.byFH.get(fh)
 	if ino == nil || attr != nil && ino.id != fuse.FUSE_ROOT_ID && ino.isOtherObject(attr) {
 		t.lastID++
 		ino = &inode{id: t.lastID, fh: fh, nlookup: 1}
 		t.byID[ino.id] = ino
-		t.byFH[fh] = ino
+		t.byFH.put(ino)
 		if t.state.addNode(ino, attr) != nil {
 			t.noRecord()
 		}
@@ -209,21 +233,21 @@ func (t *inodeTable) close(ino *inode) int {
 	defer t.mu.Unlock()
 	ino.opens--
 	t.dropIfUnused(ino)
-	return ino.opens
+	return int(ino.opens)
 }
 
 func (t *inodeTable) opensOf(ino *inode) int {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return ino.opens
+	return int(ino.opens)
 }
 
 // stale removes the inode from lookups because the server no longer knows its handle.
 func (t *inodeTable) stale(ino *inode) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if ino.id != fuse.FUSE_ROOT_ID && t.byFH[ino.fh] == ino {
-		delete(t.byFH, ino.fh)
+	if ino.id != fuse.FUSE_ROOT_ID {
+		t.byFH.remove(ino)
 	}
 }
 
@@ -235,12 +259,10 @@ func (t *inodeTable) dropIfUnused(ino *inode) {
 	delete(t.byID, ino.id)
 	t.state.freeNode(ino)
 	ino.mu.Lock()
-	t.names.Add(-int64(len(ino.names.names)))
-	ino.names.names = nil
+	t.names.Add(-int64(ino.names.len()))
+	ino.names = nil
 	ino.mu.Unlock()
-	if t.byFH[ino.fh] == ino {
-		delete(t.byFH, ino.fh)
-	}
+	t.byFH.remove(ino)
 	t.shrinkIfEmpty()
 }
 

@@ -49,7 +49,7 @@ type nameEntry struct {
 	node    uint64 // 0: the name does not exist
 	epoch   uint64 // of the directory
 	start   uint64 // FS.clock at the LOOKUP
-	expires time.Time
+	expires instant
 }
 
 // A lookupCache holds what names stand for. It does not keep nodes from being forgotten.
@@ -105,7 +105,7 @@ type lookupState struct {
 	namesClock        uint64 // FS.clock after the last change of a name by this mount
 	// searchers holds until when a credential may search the directory, by the first byte of its
 	// encoding, which credentials shares between the calls of one identity.
-	searchers map[*byte]time.Time
+	searchers map[*byte]instant
 }
 
 // newEpoch makes all cached names and rights of an inode invalid. Replies to calls that were sent
@@ -136,7 +136,7 @@ func (fs *FS) allowSearch(dir *inode, cred []byte, start uint64) {
 	if !fs.cachesLookups() {
 		return
 	}
-	until := time.Now().Add(fs.attrTimeout(dir))
+	until := now().add(fs.attrTimeout(dir))
 	dir.mu.Lock()
 	defer dir.mu.Unlock()
 	d := &dir.lookups
@@ -144,7 +144,7 @@ func (fs *FS) allowSearch(dir *inode, cred []byte, start uint64) {
 		return
 	}
 	if d.searchers == nil {
-		d.searchers = make(map[*byte]time.Time)
+		d.searchers = make(map[*byte]instant)
 	}
 	if _, known := d.searchers[&cred[0]]; !known && len(d.searchers) >= maxSearchers {
 		clear(d.searchers)
@@ -165,7 +165,7 @@ func (fs *FS) keepLookup(dir *inode, name string, node, start uint64) {
 	if !fs.cachesLookups() || node == 0 && fs.opts.LookupCache != LookupCacheAll {
 		return
 	}
-	expires := time.Now().Add(fs.entryTimeout(dir))
+	expires := now().add(fs.entryTimeout(dir))
 	dir.mu.Lock()
 	defer dir.mu.Unlock() // a removal that drops the name comes after the put, or is seen here
 	if start >= max(dir.lookups.epochClock, dir.lookups.namesClock) {
@@ -212,7 +212,7 @@ func (fs *FS) lookupCached(r *request, dir *inode, name string, out *fuse.EntryO
 		return nil, false, nil
 	}
 	e, ok := fs.lookups.get(nameKey{dir.id, name})
-	if !ok || e.node == 0 && e.start < fs.lastLock.Load() || !fs.nameValid(dir, &e, r.cred, time.Now()) {
+	if !ok || e.node == 0 && e.start < fs.lastLock.Load() || !fs.nameValid(dir, &e, r.cred, now()) {
 		return nil, false, nil
 	}
 	if e.node == 0 {
@@ -248,12 +248,12 @@ func (fs *FS) lookupCached(r *request, dir *inode, name string, out *fuse.EntryO
 }
 
 // nameValid reports whether the entry of a name in dir is valid for a caller.
-func (fs *FS) nameValid(dir *inode, e *nameEntry, cred []byte, now time.Time) bool {
+func (fs *FS) nameValid(dir *inode, e *nameEntry, cred []byte, at instant) bool {
 	dir.mu.Lock()
 	defer dir.mu.Unlock()
 	until, ok := dir.lookups.searchers[&cred[0]]
-	return ok && now.Before(until) && now.Before(e.expires) && e.epoch == dir.lookups.epoch && dir.valid &&
-		now.Sub(dir.receivedAt) < maxNameAge
+	return ok && at < until && at < e.expires && e.epoch == dir.lookups.epoch && dir.valid &&
+		at.since(dir.receivedAt) < maxNameAge
 }
 
 // cachedAttr returns attributes that the kernel may cache for the time left.
@@ -273,7 +273,7 @@ func (fs *FS) takeCached(ino *inode) (a nfs3.Attr, left time.Duration, unsent, o
 	if !ino.isDir() && ino.attr.Nlink > 1 {
 		changed = max(changed, fs.blindRemoval.Load())
 	}
-	left = ino.ttl - time.Since(ino.receivedAt)
+	left = ino.ttl - now().since(ino.receivedAt)
 	if !ino.valid || ino.pending > 0 || left <= 0 || ino.requestClock < changed {
 		return a, 0, false, false
 	}
@@ -287,7 +287,7 @@ func (t *inodeTable) refCurrent(id uint64) *inode {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	ino := t.byID[id]
-	if ino == nil || t.byFH[ino.fh] != ino {
+	if ino == nil || !t.byFH.has(ino) {
 		return nil
 	}
 	ino.nlookup++

@@ -24,12 +24,12 @@ const (
 // A nameCache holds the names in a directory that the kernel may have cached.
 type nameCache struct {
 	names   map[string]cachedName
-	expires time.Time // the latest of the names
-	sweepAt int       // number of names at which expired ones are removed
+	expires instant // the latest of the names
+	sweepAt int     // number of names at which expired ones are removed
 }
 
 type cachedName struct {
-	expires time.Time
+	expires instant
 	dir     bool
 }
 
@@ -41,17 +41,20 @@ func (fs *FS) cacheName(dir *inode, name string, start uint64, out *fuse.EntryOu
 	if timeout <= 0 {
 		return
 	}
-	now := time.Now()
+	at := now()
 	dir.mu.Lock()
 	defer dir.mu.Unlock()
-	c := &dir.names
 	if start < dir.lookups.epochClock {
 		out.SetEntryTimeout(0)
 		return
 	}
+	if dir.names == nil {
+		dir.names = new(nameCache)
+	}
+	c := dir.names
 	before := len(c.names)
-	if before > 0 && (now.After(c.expires) || before >= max(c.sweepAt, minNameSweep)) {
-		c.sweep(now)
+	if before > 0 && (at > c.expires || before >= max(c.sweepAt, minNameSweep)) {
+		c.sweep(at)
 	}
 	if _, known := c.names[name]; !known && fs.inodes.names.Load() >= maxCachedNames {
 		out.SetEntryTimeout(min(timeout, forgottenNameTime))
@@ -60,22 +63,27 @@ func (fs *FS) cacheName(dir *inode, name string, start uint64, out *fuse.EntryOu
 	if c.names == nil {
 		c.names = make(map[string]cachedName)
 	}
-	n := cachedName{now.Add(timeout), out.NodeId != 0 && out.Attr.Mode&syscall.S_IFMT == syscall.S_IFDIR}
+	n := cachedName{at.add(timeout), out.NodeId != 0 && out.Attr.Mode&syscall.S_IFMT == syscall.S_IFDIR}
 	c.names[name] = n
-	if n.expires.After(c.expires) {
-		c.expires = n.expires
-	}
+	c.expires = max(c.expires, n.expires)
 	fs.inodes.names.Add(int64(len(c.names) - before))
 }
 
+func (c *nameCache) len() int {
+	if c == nil {
+		return 0
+	}
+	return len(c.names)
+}
+
 // sweep removes expired names.
-func (c *nameCache) sweep(now time.Time) {
+func (c *nameCache) sweep(at instant) {
 	before := len(c.names)
-	if now.After(c.expires) {
+	if at > c.expires {
 		c.names = nil
 	}
 	for name, n := range c.names {
-		if now.After(n.expires) {
+		if at > n.expires {
 			delete(c.names, name)
 		}
 	}
@@ -88,8 +96,11 @@ func (c *nameCache) sweep(now time.Time) {
 // takeNamesLocked removes and returns the names of a directory after a new epoch began. The names
 // count in inodeTable.names until sendExpiry has handled them. The caller holds dir.mu.
 func (dir *inode) takeNamesLocked() map[string]cachedName {
+	if dir.names == nil {
+		return nil
+	}
 	names := dir.names.names
-	dir.names = nameCache{}
+	dir.names = nil
 	return names
 }
 
@@ -136,11 +147,11 @@ func (fs *FS) sendExpiry() {
 		next := e.queue[0]
 		e.queue = e.queue[1:]
 		e.mu.Unlock()
-		now := time.Now()
+		at := now()
 		for name, n := range next.names {
 			// A kernel that cannot expire a name removes the name instead. A process in the
 			// directory could then not determine its path.
-			if d != nil && now.Before(n.expires) && (fs.expireOnly.Load() || !n.dir) && !fs.isAborted() {
+			if d != nil && at < n.expires && (fs.expireOnly.Load() || !n.dir) && !fs.isAborted() {
 				_ = d.ExpireEntry(next.dir, name)
 			}
 		}

@@ -34,11 +34,11 @@ func TestWaitingExpiryBoundsNames(t *testing.T) {
 	for _, e := range fs.expiry.queue {
 		waiting += len(e.names)
 	}
-	if n := waiting + len(dir.names.names); waiting < each || n > left {
+	if n := waiting + dir.names.len(); waiting < each || n > left {
 		t.Errorf("names: got %d, of which %d wait, want %d to %d", n, waiting, each, left)
 	}
 	fs.sendExpiry()
-	if n := fs.inodes.names.Load() - int64(len(dir.names.names)); n != maxCachedNames-left {
+	if n := fs.inodes.names.Load() - int64(dir.names.len()); n != maxCachedNames-left {
 		t.Errorf("names of other directories after the notifications: got %d, want %d", n, maxCachedNames-left)
 	}
 }

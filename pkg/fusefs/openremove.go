@@ -169,7 +169,7 @@ func (t *inodeTable) beginUnresolved(b *unresolvedRemoval) bool {
 func (t *inodeTable) findOrBeginUnresolved(fh nfs3.FH, b *unresolvedRemoval) *inode {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	ino := t.byFH[fh]
+	ino := t.byFH.get(fh)
 	if ino == nil {
 		t.unresolved = append(t.unresolved, b)
 	}

@@ -39,6 +39,9 @@ func (w *writeback) all() iter.Seq[*extent] {
 
 // end returns the end of the data that is not known to be stable, or 0.
 func (w *writeback) end() uint64 {
+	if w == nil {
+		return 0
+	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.endLocked()
@@ -54,6 +57,9 @@ func (w *writeback) endLocked() (end uint64) {
 
 // releasedLost returns the number of replayed extents that were released so far.
 func (w *writeback) releasedLost() uint64 {
+	if w == nil {
+		return 0
+	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.replayed
@@ -62,14 +68,13 @@ func (w *writeback) releasedLost() uint64 {
 // readCurrent is readFull with the data of the extents. When a replayed extent was released during
 // the READ, the server may have executed the READ before the replay: readCurrent then reads again.
 func (fs *FS) readCurrent(r *request, h *fileHandle, in *fuse.ReadIn, t *target) (n int, err error) {
-	w := &h.ino.wb
 	for range maxRereads {
-		before := w.releasedLost()
+		before := h.ino.data.Load().releasedLost()
 		if n, err = fs.readFull(r, h, in, t); err != nil {
 			return 0, err
 		}
 		var ok bool
-		if n, ok = w.overlay(t.all, int(in.Size), n, in.Offset, before); ok {
+		if n, ok = h.ino.data.Load().overlay(t.all, int(in.Size), n, in.Offset, before); ok {
 			return n, nil
 		}
 	}
@@ -81,6 +86,9 @@ func (fs *FS) readCurrent(r *request, h *fileHandle, in *fuse.ReadIn, t *target)
 // overlay returns the new number of bytes. ok is false when a replayed extent was released since
 // before.
 func (w *writeback) overlay(mem pieces, size, n int, off, before uint64) (_ int, ok bool) {
+	if w == nil {
+		return n, true
+	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.replayed != before {

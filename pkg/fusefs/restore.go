@@ -95,8 +95,8 @@ func (r *restoration) nodes() error {
 		ino := &inode{id: k.id, fh: fh, kept: slot, nlookup: r.s.nodes.Counter(slot), pageStamp: unknownPages}
 		ino.attr.Type, ino.attr.FileID, ino.known = nfs3.FileType(k.typ), k.fileID, k.typ != 0
 		t.byID[ino.id] = ino
-		if other := t.byFH[fh]; other == nil || other.id < ino.id {
-			t.byFH[fh] = ino
+		if other := t.byFH.get(fh); other == nil || other.id < ino.id {
+			t.byFH.put(ino)
 		}
 		return nil
 	})
@@ -117,7 +117,8 @@ func (r *restoration) openFiles() error {
 		h.flushed.Store(true) // perhaps: rmdir then waits for the RELEASE
 		h.locks.used = r.fs.opts.Locks != nil
 		if e := syscall.Errno(r.s.files.Counter(slot)); e != 0 {
-			ino.wb.err, ino.wb.errSeq = e, 1
+			w := ino.wb()
+			w.err, w.errSeq = e, 1
 			r.err[h] = true
 		}
 		r.files[h.id] = h
@@ -233,7 +234,7 @@ func (r *restoration) extent(k *keptExtent) error {
 	if n > uint64(len(buf)) {
 		return damaged("%d bytes in a buffer of %d", n, len(buf))
 	}
-	w := &ino.wb
+	w := ino.wb()
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.seq++
@@ -263,7 +264,10 @@ func (r *restoration) requests() error {
 // finish sets which errors the open files have reported, and drops nodes that are not in use.
 func (r *restoration) finish() {
 	for _, h := range r.files {
-		w := &h.ino.wb
+		w := h.ino.data.Load()
+		if w == nil {
+			continue
+		}
 		w.mu.Lock()
 		h.errSeen = w.errSeq
 		if r.err[h] {

@@ -54,7 +54,7 @@ func (fs *FS) shrinkTables() {
 			timer.Stop()
 			return
 		}
-		if !fs.copyTables(limit, time.Now()) {
+		if !fs.copyTables(limit, now()) {
 			return
 		}
 		wait = shrinkInterval
@@ -64,33 +64,36 @@ func (fs *FS) shrinkTables() {
 // copyTables copies the maps and removes expired names. It returns false, and copies nothing, when
 // the table has limit nodes or more. Requests wait meanwhile, so the time is bounded by limit and
 // maxNames.
-func (fs *FS) copyTables(limit int, now time.Time) bool {
+func (fs *FS) copyTables(limit int, at instant) bool {
 	t := &fs.inodes
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if len(t.byID) >= limit {
 		return false // the kernel uses many nodes again
 	}
-	t.byID, t.byFH = smaller(t.byID), smaller(t.byFH)
+	t.byID = smaller(t.byID)
+	t.byFH.shrink()
 	t.peak = len(t.byID)
 	for _, ino := range t.byID {
 		ino.mu.Lock()
-		before := len(ino.names.names)
-		ino.names.sweep(now)
-		t.names.Add(int64(len(ino.names.names) - before))
+		if c := ino.names; c != nil {
+			before := len(c.names)
+			c.sweep(at)
+			t.names.Add(int64(len(c.names) - before))
+		}
 		ino.mu.Unlock()
 	}
-	fs.lookups.shrink(now, func(node uint64) bool { return t.byID[node] != nil })
+	fs.lookups.shrink(at, func(node uint64) bool { return t.byID[node] != nil })
 	return true
 }
 
 // shrink removes the names that have expired, and those of nodes that are not known. The caller
 // holds inodeTable.mu.
-func (c *lookupCache) shrink(now time.Time, known func(node uint64) bool) {
+func (c *lookupCache) shrink(at instant, known func(node uint64) bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	maps.DeleteFunc(c.names, func(_ nameKey, e nameEntry) bool {
-		return now.After(e.expires) || e.node != 0 && !known(e.node)
+		return at > e.expires || e.node != 0 && !known(e.node)
 	})
 	c.names = smaller(c.names)
 }

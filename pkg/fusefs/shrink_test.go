@@ -5,7 +5,6 @@ import (
 	"runtime"
 	"strconv"
 	"testing"
-	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
@@ -57,7 +56,7 @@ func TestForgottenNodesReturnMemory(t *testing.T) {
 	for _, id := range ids {
 		fs.Forget(id, 1)
 	}
-	if !begun || !fs.copyTables(files, time.Now()) {
+	if !begun || !fs.copyTables(files, now()) {
 		t.Error("the table is not copied")
 	}
 	if left := heapInUse() - before; left > remain {

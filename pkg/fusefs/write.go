@@ -56,6 +56,9 @@ type writeback struct {
 	held int // buffers that count as dirty
 	busy int // calls with this data that the server answers with NFS3ERR_JUKEBOX
 
+	// chain is guarded by inode.mu.
+	chain writeChain
+
 	toDrop   pageRange // whose pages the kernel must drop
 	dropping bool      // sendRanges is running
 }
@@ -102,7 +105,10 @@ func (w *writeback) fail(err error) {
 // report returns the file's last error if h has not reported it, else nil. The request r returns
 // the error again if the kernel sends the request again.
 func (h *fileHandle) report(r *request) error {
-	w := &h.ino.wb
+	w := h.ino.data.Load()
+	if w == nil {
+		return nil
+	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if h.errSeen == w.errSeq {
@@ -122,7 +128,7 @@ func (h *fileHandle) reportedBefore(r *request) error {
 	if err == nil {
 		return nil
 	}
-	w := &h.ino.wb
+	w := h.ino.wb()
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if h.errSeen != w.errSeq && err == w.err {
@@ -218,7 +224,8 @@ func (fs *FS) appendOffset(r *request, h *fileHandle) (off uint64, err error) {
 // clients can overwrite each other unless the clients use locks.
 func (fs *FS) endOfFile(r *request, h *fileHandle) (uint64, error) {
 	ino := h.ino
-	pending, end := ino.wb.hasUnsent(), ino.wb.end() // the server may have lost data up to end
+	w := ino.wb()
+	pending, end := w.hasUnsent(), w.end() // the server may have lost data up to end
 	ino.mu.Lock()
 	size, known := ino.size, pending && !ino.sizeUnknown
 	ino.mu.Unlock()
@@ -228,7 +235,7 @@ func (fs *FS) endOfFile(r *request, h *fileHandle) (uint64, error) {
 	if err := fs.push(r, ino); err != nil {
 		return 0, err
 	}
-	end = ino.wb.end() // without rejected data; before the GETATTR, because a replay may end meanwhile
+	end = w.end() // without rejected data; before the GETATTR, because a replay may end meanwhile
 	var a nfs3.Attr
 	if _, err := fs.fetch(r, h.cred, ino, &a); err != nil {
 		return 0, err
@@ -277,7 +284,7 @@ func (fs *FS) buffer(r *request, h *fileHandle, off uint64, data []byte) (taken 
 // continue. n is the number of bytes taken. When there is no filling extent, fill begins one with
 // spare; ok is false when spare is nil too.
 func (fs *FS) fill(h *fileHandle, off uint64, data []byte, spare *[]byte) (n int, ok bool) {
-	w := &h.ino.wb
+	w := h.ino.wb()
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.filling == nil {
@@ -326,7 +333,7 @@ func (fs *FS) extendSize(ino *inode, end uint64) {
 
 // seal ends the filling extent, which must not be nil, and sends it. The caller holds mu.
 func (fs *FS) seal(ino *inode, stable nfs3.StableHow) {
-	w := &ino.wb
+	w := ino.wb()
 	e := w.filling
 	w.filling = nil
 	w.seq++
@@ -338,7 +345,7 @@ func (fs *FS) seal(ino *inode, stable nfs3.StableHow) {
 
 // send writes a sealed extent to the server.
 func (fs *FS) send(ino *inode, e *extent) {
-	w := &ino.wb
+	w := ino.wb()
 	bg := background{fs}
 	w.startSend(bg, e)
 	var wcc nfs3.WccData
@@ -365,7 +372,7 @@ func (w *writeback) startSend(ctx context.Context, e *extent) {
 // sent records the result of the WRITE of an extent. commit is true when a COMMIT should follow.
 func (fs *FS) sent(ino *inode, e *extent, wcc *nfs3.WccData, committed nfs3.StableHow, start uint64,
 	err error) (commit bool) {
-	w := &ino.wb
+	w := ino.wb()
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.sending = removeExtent(w.sending, e)
@@ -476,7 +483,10 @@ func (fs *FS) extentWritten(ino *inode, wcc *nfs3.WccData, start uint64, err err
 // push sends the unsent data and waits until the server has all of it, so that the server's replies
 // include the data. push does not make data stable.
 func (fs *FS) push(ctx context.Context, ino *inode) error {
-	w := &ino.wb
+	w := ino.data.Load()
+	if w == nil {
+		return nil
+	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.filling != nil {
@@ -495,13 +505,13 @@ func (fs *FS) push(ctx context.Context, ino *inode) error {
 // holds writeback.mu.
 func (fs *FS) release(ino *inode, e *extent) {
 	if e.resent {
-		ino.wb.replayed++
+		ino.wb().replayed++
 	}
 	fs.state.freeExtent(e) // before another request uses the buffer
 	fs.putDirtyBuffer(ino, e.buf)
 	e.buf = nil
 	fs.progress.Add(1)
-	if ino.wb.clean() {
+	if ino.wb().clean() {
 		fs.unmarkDirty(ino)
 	}
 }

@@ -35,7 +35,7 @@ func contentSum(s stamp) uint64 {
 func (ino *inode) chainWrite(wcc *nfs3.WccData) {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
-	c := &ino.chain
+	c := &ino.wb().chain
 	if !c.active {
 		known := stampOf(&ino.attr)
 		*c = writeChain{active: true, unknown: !ino.known, sum: contentSum(known), last: known}
@@ -60,14 +60,14 @@ func (s stamp) compare(t stamp) int {
 func (ino *inode) lastWritten() stamp {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
-	return ino.chain.last
+	return ino.wb().chain.last
 }
 
 // endChain ends the chain after the last reply. The last state becomes the state that the client
 // knows. Cached pages become stale when another client has changed the file in between. The caller
 // holds ino.mu.
 func (ino *inode) endChain() {
-	c := &ino.chain
+	c := &ino.wb().chain
 	if !c.active {
 		return
 	}
