@@ -15,6 +15,7 @@
 //	request.go    one kernel request as a context; interrupts end its RPCs
 //	cred.go       uid, gid and groups of the calling process as AUTH_SYS (RFC 5531 appendix A)
 //	inode.go      the inode table: node number, file handle, lookup count
+//	handlemap.go  nodes by file handle
 //	shrink.go     memory that is returned after the kernel forgot many nodes
 //	attr.go       attributes: conversion, age, weak cache consistency (RFC 1813 §2.6, §3.3.1)
 //	pagecache.go  when the kernel drops cached pages

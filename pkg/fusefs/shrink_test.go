@@ -5,6 +5,10 @@ import (
 	"runtime"
 	"strconv"
 	"testing"
+	"time"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
+	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
@@ -34,7 +38,11 @@ func fsWithFiles(tb testing.TB, files int) (fs *FS, ids []uint64) {
 		must(tb, err)
 		ino := fs.inodes.ref(h, &a)
 		fs.updateAttr(ino, &a, fs.callStart())
-		fs.keepLookup(dir, "file-"+strconv.Itoa(i), ino.id, fs.callStart())
+		name := "file-" + strconv.Itoa(i)
+		fs.keepLookup(dir, name, ino.id, fs.callStart())
+		out := fuse.EntryOut{NodeId: ino.id}
+		out.SetEntryTimeout(time.Minute)
+		fs.cacheName(dir, name, fs.callStart(), &out)
 		d.index = i
 		ino.setPlace(d)
 		ids = append(ids, ino.id)
@@ -69,14 +77,22 @@ func TestForgottenNodesReturnMemory(t *testing.T) {
 	runtime.KeepAlive(fs)
 }
 
-// BenchmarkNodeMemory reports the memory of one file that the kernel knows: its node, and its name
-// in the name cache.
+// BenchmarkNodeMemory reports the memory of a file that the kernel knows: its node, and its name in
+// the caches. It also reports that of an open file.
 func BenchmarkNodeMemory(b *testing.B) {
 	const files = 1 << 18
 	for b.Loop() {
 		before := heapInUse()
 		fs, ids := fsWithFiles(b, files)
-		b.ReportMetric(float64(heapInUse()-before)/files-8, "B/file") // without ids
+		known := heapInUse()
+		fs.handles.files = make(map[uint64]*fileHandle)
+		for i, id := range ids {
+			h := fs.makeFile(fs.inodes.get(id), nil, unix.O_WRONLY)
+			h.id = uint64(i)
+			fs.addFile(h)
+		}
+		b.ReportMetric(float64(known-before)/files-8, "B/file") // without ids
+		b.ReportMetric(float64(heapInUse()-known)/files, "B/open-file")
 		runtime.KeepAlive(fs)
 		runtime.KeepAlive(ids)
 	}
