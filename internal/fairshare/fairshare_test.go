@@ -86,5 +86,9 @@ func TestRequestsOfOneUserWaitInOrder(t *testing.T) {
 		if n := p.Used(&a); n != 8 || p.Waiting() {
 			t.Errorf("first user: got %d, want 8 and no request that waits", n)
 		}
+		p.Give(&a, 1)
+		if !p.TryTake(&a, 1) {
+			t.Error("first user, after its requests were served: got nothing, want 1")
+		}
 	})
 }
