@@ -127,9 +127,24 @@ func TestDiffer(t *testing.T) {
 	}
 }
 
+// compareTimes sets times that NFSv3 has and times that it does not have through both clients, and
+// reads them on the server.
+func (s *sides) compareTimes() {
+	s.t.Helper()
+	set := func(dir string) string {
+		return s.must(fmt.Sprintf("for t in -5 4294967295 4294967296 99999999999; do "+
+			"touch -d @$t %s/times; echo touch $t: $?; stat -c %%Y %s/times; done", dir, lab.ExportRW))
+	}
+	kernels, ours := set(kernelDir), set(oursDir)
+	if kernels != ours || !strings.Contains(ours, "4294967295\n") {
+		s.t.Errorf("times beyond those of NFSv3: the kernel's client:\n%sour client:\n%s", kernels, ours)
+	}
+}
+
 // TestVisible changes files through one client and reads them through the other.
 func TestVisible(t *testing.T) {
 	s := start(t, lab.ExportRW)
+	s.compareTimes()
 	out := s.must(fmt.Sprintf("mkdir %s/both && program visible -kernel %[1]s/both -ours %s/both -seed %d", kernelDir,
 		oursDir, *seedFlag))
 	t.Log("\n" + strings.TrimSpace(out))
