@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -37,11 +38,14 @@ func TestKeepAliveDropsSilentServer(t *testing.T) {
 				t.Fatalf("got %d connects, %d keepalive calls; want 1, 2", s.Connects, s.KeepAlives)
 			}
 			silent := b.qp()
+			var mu sync.Mutex
 			var next []uint32 // procedures of the calls on the next connection
 			b.handleWith(func(c *stepCall) outcome {
 				if c.qp == silent {
 					return dropped
 				}
+				mu.Lock()
+				defer mu.Unlock()
 				next = append(next, c.CallHeader.Proc)
 				return answered
 			})
@@ -266,9 +270,14 @@ func TestReconnectPauses(t *testing.T) {
 	const grows = 10 // pauses after the first
 	afterCalls := func(n int, life time.Duration) func(*bubble) {
 		return func(b *bubble) {
+			var mu sync.Mutex
 			count := map[*stepQP]int{b.qp(): 1}
 			b.handleWith(func(c *stepCall) outcome {
-				if count[c.qp]++; count[c.qp] <= n {
+				mu.Lock()
+				count[c.qp]++
+				answers := count[c.qp] <= n
+				mu.Unlock()
+				if answers {
 					return answered
 				}
 				time.Sleep(life)
