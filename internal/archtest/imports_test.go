@@ -44,7 +44,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/nlmd", "internal/share pkg/nfs3 pkg/nlm pkg/rangelock pkg/sunrpc"},
 	{"internal/svcrdma", "internal/fairshare pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
 	{"pkg/fusefs", "internal/fairqueue internal/loglimit internal/running internal/share internal/slotfile pkg/front " +
-		"pkg/ledger pkg/membuf pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm pkg/rangelock pkg/sunrpc"},
+		"pkg/ledger pkg/membuf pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm pkg/rangelock pkg/sunrpc pkg/vfs/attr"},
 	{"pkg/virtiofs", "internal/slotfile pkg/front pkg/ledger"},
 	{"pkg/nlm", "internal/backoff internal/loglimit internal/resvport internal/rpctcp internal/running " +
 		"internal/share internal/slotfile pkg/nfs3 pkg/nfs3/mountd pkg/rangelock pkg/sunrpc"},
@@ -87,6 +87,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/screen", ""},
 	{"internal/share", ""},
 	{"internal/verify", ""},
+	{"pkg/vfs/attr", ""},
 	{"pkg/ledger", ""},
 	{"pkg/rangelock", ""},
 	{"pkg/rpcrdma", ""},

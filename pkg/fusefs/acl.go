@@ -183,7 +183,7 @@ func (fs *FS) askACLs(ctx context.Context, cred []byte, ino *inode) (nfsacl.ACLs
 	ino.mu.Unlock()
 	for try := 0; ; try++ {
 		var attr nfs3.PostOpAttr
-		start := fs.callStart()
+		start := fs.clock.Now()
 		acls, err := fs.acl.Get(ctx, cred, ino.fh, mask, &attr)
 		if fs.retryJukebox(ctx, err, try) {
 			continue
@@ -211,7 +211,7 @@ func (fs *FS) askACLs(ctx context.Context, cred []byte, ino *inode) (nfsacl.ACLs
 func (fs *FS) dropACLs(ino *inode) {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
-	ino.acls, ino.aclClock = nil, fs.clock.Add(1)
+	ino.acls, ino.aclClock = nil, fs.clock.Tick()
 }
 
 // aclError returns EOPNOTSUPP when the server has stopped to support NFSACL.
@@ -264,7 +264,7 @@ func (fs *FS) setACLs(r *request, ino *inode, acls *nfsacl.ACLs, owner nfsacl.Ow
 	fs.invalidateAttr(ino)
 	for try := 0; ; try++ {
 		var attr nfs3.PostOpAttr
-		start := fs.callStart()
+		start := fs.clock.Now()
 		err := fs.acl.Set(r, r.cred, ino.fh, acls, owner, &attr)
 		fs.dropACLs(ino)
 		if fs.retryJukebox(r, err, try) {

@@ -3,7 +3,6 @@ package fusefs
 import (
 	"context"
 	"errors"
-	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -11,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 )
 
 // statBlock is the unit of st_blocks in bytes (stat(2)).
@@ -54,37 +54,6 @@ func (fs *FS) fillAttr(ino *inode, out *fuse.Attr, a *nfs3.Attr) {
 	}
 }
 
-// callStart returns the clock value at which an RPC starts. Pass this value to updateAttr with the
-// attributes of the reply.
-func (fs *FS) callStart() uint64 { return fs.clock.Load() }
-
-// setToNow advances moment to the current clock value. setToNow never moves moment back.
-func (fs *FS) setToNow(moment *atomic.Uint64) {
-	now := fs.clock.Add(1)
-	for old := moment.Load(); old < now && !moment.CompareAndSwap(old, now); old = moment.Load() {
-	}
-}
-
-// A renameEnd says when a rename ended, and the one before it.
-type renameEnd struct{ now, before uint64 }
-
-// renameEnded advances lastRename to the current clock value.
-func (fs *FS) renameEnded() (e renameEnd) {
-	fs.renames.Lock()
-	defer fs.renames.Unlock()
-	e.before, e.now = fs.lastRename.Load(), fs.clock.Add(1)
-	fs.lastRename.Store(e.now)
-	return e
-}
-
-// onlyRename reports whether no other rename has ended since start, where e is the end of a rename
-// that began at start. Renames that end later have higher clock values than seen.
-func (fs *FS) onlyRename(start uint64, e renameEnd) (seen uint64, only bool) {
-	fs.renames.Lock()
-	defer fs.renames.Unlock()
-	return fs.clock.Load(), e.before <= start && fs.lastRename.Load() == e.now
-}
-
 // updateAttr stores attributes from a reply whose call was sent at start. updateAttr returns false
 // and stores nothing in three cases: the node was changed or updated after start, so that the newer
 // state is unknown; the node has data that the server does not have; or the attributes describe
@@ -117,12 +86,12 @@ func (fs *FS) updateAttrLocked(ino *inode, a *nfs3.Attr, start uint64) (stored b
 	}
 	fs.ageLocked(ino, a, changed)
 	ino.attr, ino.known, ino.valid = *a, true, true
-	ino.receivedAt, ino.requestClock = now(), start
+	ino.receivedAt, ino.requestClock = attr.Now(), start
 	if ino.silly != nil && ino.attr.Nlink > 0 {
 		ino.attr.Nlink-- // do not count the hidden name
 	}
 	ino.size, ino.sizeUnknown = a.Size, false
-	ino.changeClock = fs.clock.Add(1)
+	ino.changeClock = fs.clock.Tick()
 	return true, expired
 }
 
@@ -134,11 +103,11 @@ func (fs *FS) ageLocked(ino *inode, a *nfs3.Attr, changed bool) {
 	if a.Type == nfs3.NF3DIR {
 		minAge, maxAge = fs.opts.AcDirMin, fs.opts.AcDirMax
 	}
-	at := now()
+	at := attr.Now()
 	switch {
 	case !ino.known || changed:
 		ino.ttl, ino.ttlSetAt = minAge, at
-	case at.since(ino.ttlSetAt) >= ino.ttl:
+	case at.Sub(ino.ttlSetAt) >= ino.ttl:
 		ino.ttl, ino.ttlSetAt = min(2*max(ino.ttl, minAge), maxAge), at
 	}
 }
@@ -161,7 +130,7 @@ func (fs *FS) invalidateAttr(ino *inode) {
 
 func (ino *inode) invalidateLocked(fs *FS) {
 	ino.valid, ino.unsent = false, false
-	ino.changeClock = fs.clock.Add(1)
+	ino.changeClock = fs.clock.Tick()
 }
 
 // setSent records that the kernel gets the attributes a.
@@ -180,7 +149,7 @@ func (fs *FS) takeUnsent(ino *inode, a *nfs3.Attr) (left time.Duration, ok bool)
 	defer ino.mu.Unlock()
 	sent := !ino.unsent
 	ino.unsent = false
-	left = ino.ttl - now().since(ino.receivedAt)
+	left = ino.ttl - attr.Now().Sub(ino.receivedAt)
 	if sent || !ino.valid || ino.pending > 0 || ino.requestClock < fs.lastUnseenChange(ino) || left <= 0 ||
 		fs.opts.NoAC {
 		return 0, false
@@ -262,7 +231,7 @@ const fetchTries = 3
 // when other calls of this mount kept changing the node: the attributes must then not be cached.
 func (fs *FS) fetch(ctx context.Context, cred []byte, ino *inode, a *nfs3.Attr) (cacheable bool, err error) {
 	for range fetchTries {
-		start := fs.callStart()
+		start := fs.clock.Now()
 		if err := fs.getAttr(ctx, cred, ino, a); err != nil {
 			return false, err
 		}
@@ -309,7 +278,7 @@ func (fs *FS) attrTimeout(ino *inode) time.Duration {
 // freshLocked reports whether the cached attributes may be used without asking the server. The
 // caller holds ino.mu.
 func (fs *FS) freshLocked(ino *inode) bool {
-	return ino.valid && !fs.opts.NoAC && now().since(ino.receivedAt) < ino.ttl
+	return ino.valid && !fs.opts.NoAC && attr.Now().Sub(ino.receivedAt) < ino.ttl
 }
 
 func hasStatus(err error, s nfs3.Status) bool {

@@ -284,7 +284,7 @@ func (fs *FS) writeThroughOnce(r *request, h *fileHandle, off uint64, data []byt
 	ino.mu.Lock()
 	ino.pending++
 	ino.mu.Unlock()
-	start := fs.callStart()
+	start := fs.clock.Now()
 	var res nfs3.WriteResult
 	err := fs.callWrite(r, ino, &e, 0, nfs3.FileSync, &res)
 	if err == nil {

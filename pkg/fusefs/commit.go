@@ -130,7 +130,7 @@ func (fs *FS) commitAs(ctx context.Context, cred []byte, ino *inode, res *nfs3.C
 	defer fs.clearBusy(ino, &busy)
 	for try := 0; ; try++ {
 		fs.Counters.Commits.Add(1)
-		start := fs.callStart()
+		start := fs.clock.Now()
 		// Offset 0 and count 0 mean the whole file (RFC 1813 §3.3.21).
 		err := fs.client.Commit(ctx, cred, ino.fh, 0, 0, res)
 		if fs.retryBusy(ctx, ino, &err, try, &busy) {

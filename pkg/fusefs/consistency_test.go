@@ -62,9 +62,9 @@ func TestAttributeAge(t *testing.T) {
 					}
 					wcc.After = a
 					if s.change == "" || s.change == "other" {
-						fs.updateAttr(ino, &a, fs.callStart())
+						fs.updateAttr(ino, &a, fs.clock.Now())
 					} else {
-						fs.updateWcc(ino, &wcc, fs.callStart(), true)
+						fs.updateWcc(ino, &wcc, fs.clock.Now(), true)
 					}
 					if ino.ttl != s.want {
 						t.Errorf("step %d: got %v, want %v", i, ino.ttl, s.want)

@@ -118,9 +118,7 @@
 // one node's attributes. State.mu guards the records of requests. writeback.mu (in the inode)
 // guards the node's extents. interrupts.mu guards the active requests. handleLocks.mu guards the
 // lock owners of one open file. reopens.mu, aclCalls, aclsAhead, FS.handles and FS.dirty each guard
-// one table.
-// FS.renames guards changes of lastRename. DirtyTotal.mu guards the bytes of several FSs. Code that
-// may panic unlocks with defer.
+// one table. DirtyTotal.mu guards the bytes of several FSs. Code that may panic unlocks with defer.
 //
 // dirHandle.mu serializes the reads of one open directory. No other lock is held during an RPC.
 // Server.mu is held during umount(2), which may wait for the server. Only unmounts take Server.mu.

@@ -192,7 +192,7 @@ func (fs *FS) checkOpen(r *request, ino *inode, want uint32) (a nfs3.Attr, cache
 		ask = openRights
 	}
 	var res nfs3.AccessResult
-	start := fs.callStart()
+	start := fs.clock.Now()
 	if err := fs.askAccess(r, r.cred, ino, ask, &res); err != nil {
 		return a, false, err
 	}

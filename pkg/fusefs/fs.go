@@ -17,6 +17,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 )
 
 // LookupCache selects the directory entries that may be cached (nfs(5), lookupcache).
@@ -155,30 +156,23 @@ type FS struct {
 	// Counters is safe to read at any time.
 	Counters Counters
 
-	client      *nfs3.Client
-	acl         *nfsacl.Client // nil: no ACLs, or the server does not support NFSACL
-	opts        Options
-	state       *State // nil if the mount is not kept
-	buffers     *membuf.Pool
-	ownBuffers  bool
-	creds       *credentials
-	inodes      inodeTable
-	interrupts  interrupts
-	clock       atomic.Uint64 // orders replies and changes: see updateAttr
-	lastRemoval atomic.Uint64 // clock after this mount's last removal
-	lastRename  atomic.Uint64 // clock after this mount's last rename
-	renames     sync.Mutex    // held while lastRename changes
-	lastLock    atomic.Uint64 // clock after the last lock that the server granted; 0: none
-	lookups     lookupCache
-	users       soleUser
-	// clock after this mount's last removal and rename of an object that the name cache did not
-	// know
-	blindRemoval, blindRename atomic.Uint64
-	mountDir                  atomic.Pointer[string] // path of the mount point
-	busyReads                 busyReads
-	device                    atomic.Pointer[front.Device] // nil before the mount
-	expireOnly                atomic.Bool                  // the kernel can expire names
-	expiry                    nameExpiry
+	client     *nfs3.Client
+	acl        *nfsacl.Client // nil: no ACLs, or the server does not support NFSACL
+	opts       Options
+	state      *State // nil if the mount is not kept
+	buffers    *membuf.Pool
+	ownBuffers bool
+	creds      *credentials
+	inodes     inodeTable
+	interrupts interrupts
+	clock      attr.Clock
+	lookups    lookupCache
+	users      soleUser
+	mountDir   atomic.Pointer[string] // path of the mount point
+	busyReads  busyReads
+	device     atomic.Pointer[front.Device] // nil before the mount
+	expireOnly atomic.Bool                  // the kernel can expire names
+	expiry     nameExpiry
 
 	handles struct {
 		sync.Mutex
@@ -237,12 +231,12 @@ func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (
 	fs.inodes.shrink = func() { fs.spawn(fs.shrinkTables) }
 
 	cred := fs.creds.encode(0, 0, nil)
-	var attr nfs3.Attr
-	if _, err := fs.fetch(ctx, cred, rootInode, &attr); err != nil {
+	var a nfs3.Attr
+	if _, err := fs.fetch(ctx, cred, rootInode, &a); err != nil {
 		return nil, fmt.Errorf("fusefs: get attributes of export root: %w", err)
 	}
-	if attr.Type != nfs3.NF3DIR {
-		return nil, fmt.Errorf("fusefs: export root is a %s, not a directory", attr.Type)
+	if a.Type != nfs3.NF3DIR {
+		return nil, fmt.Errorf("fusefs: export root is a %s, not a directory", a.Type)
 	}
 	var info nfs3.FSInfoResult
 	if err := client.FSInfo(ctx, cred, root, &info); err != nil {

@@ -9,6 +9,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 )
 
 // An inode is an object of the server that the kernel knows or that is open.
@@ -46,10 +47,10 @@ type inode struct {
 	size           uint64    // attr.Size, or the end of data written since, whichever is larger
 	// how long attr may be cached; doubles while the attributes stay the same
 	ttl      time.Duration
-	ttlSetAt instant // time of the last change of ttl
+	ttlSetAt attr.Instant // time of the last change of ttl
 	// FS.clock of the last change or update; replies to earlier calls are outdated
 	changeClock  uint64
-	receivedAt   instant          // time when attr was received
+	receivedAt   attr.Instant     // time when attr was received
 	requestClock uint64           // FS.clock when the call that returned attr was sent
 	sent         stamp            // of the attributes in the last reply to the kernel
 	pageStamp    stamp            // state of the file in the kernel's cached pages
@@ -77,17 +78,6 @@ func (ino *inode) wb() *writeback {
 	}
 	ino.data.CompareAndSwap(nil, new(writeback))
 	return ino.data.Load()
-}
-
-// An instant is a time of the monotonic clock, in the third of the size of a time.Time.
-type instant time.Duration
-
-var processStart = time.Now()
-
-func now() instant                            { return instant(time.Since(processStart)) }
-func (t instant) add(d time.Duration) instant { return t + instant(d) }
-func (t instant) since(u instant) time.Duration {
-	return time.Duration(t - u)
 }
 
 // A stamp identifies one state of a file's content.

@@ -128,7 +128,7 @@ func (fs *FS) lock(ctx context.Context, r *request, h *fileHandle, l *nlm.Lock, 
 	if err := fs.opts.Locks.Lock(ctx, h.cred, h.ino.fh, *l, wait); err != nil {
 		return err
 	}
-	fs.setToNow(&fs.lastLock)
+	fs.clock.Mark(&fs.clock.Lock)
 	h.ino.mu.Lock()
 	h.ino.pageStampValid = false
 	h.ino.mu.Unlock()

@@ -8,6 +8,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 )
 
 // The kernel's FUSE client has one cache of names for all users. It checks by mode bits alone who
@@ -49,7 +50,7 @@ type nameEntry struct {
 	node    uint64 // 0: the name does not exist
 	epoch   uint64 // of the directory
 	start   uint64 // FS.clock at the LOOKUP
-	expires instant
+	expires attr.Instant
 }
 
 // A lookupCache holds what names stand for. It does not keep nodes from being forgotten.
@@ -105,7 +106,7 @@ type lookupState struct {
 	namesClock        uint64 // FS.clock after the last change of a name by this mount
 	// searchers holds until when a credential may search the directory, by the first byte of its
 	// encoding, which credentials shares between the calls of one identity.
-	searchers map[*byte]instant
+	searchers map[*byte]attr.Instant
 }
 
 // newEpoch makes all cached names and rights of an inode invalid. Replies to calls that were sent
@@ -113,7 +114,7 @@ type lookupState struct {
 // change. The caller holds ino.mu.
 func (ino *inode) newEpoch(fs *FS) {
 	ino.lookups.epoch++
-	ino.lookups.epochClock = fs.clock.Add(1)
+	ino.lookups.epochClock = fs.clock.Tick()
 	clear(ino.lookups.searchers)
 	clear(ino.openers)
 }
@@ -136,7 +137,7 @@ func (fs *FS) allowSearch(dir *inode, cred []byte, start uint64) {
 	if !fs.cachesLookups() {
 		return
 	}
-	until := now().add(fs.attrTimeout(dir))
+	until := attr.Now().Add(fs.attrTimeout(dir))
 	dir.mu.Lock()
 	defer dir.mu.Unlock()
 	d := &dir.lookups
@@ -144,7 +145,7 @@ func (fs *FS) allowSearch(dir *inode, cred []byte, start uint64) {
 		return
 	}
 	if d.searchers == nil {
-		d.searchers = make(map[*byte]instant)
+		d.searchers = make(map[*byte]attr.Instant)
 	}
 	if _, known := d.searchers[&cred[0]]; !known && len(d.searchers) >= maxSearchers {
 		clear(d.searchers)
@@ -165,7 +166,7 @@ func (fs *FS) keepLookup(dir *inode, name string, node, start uint64) {
 	if !fs.cachesLookups() || node == 0 && fs.opts.LookupCache != LookupCacheAll {
 		return
 	}
-	expires := now().add(fs.entryTimeout(dir))
+	expires := attr.Now().Add(fs.entryTimeout(dir))
 	dir.mu.Lock()
 	defer dir.mu.Unlock() // a removal that drops the name comes after the put, or is seen here
 	if start >= max(dir.lookups.epochClock, dir.lookups.namesClock) {
@@ -178,7 +179,7 @@ func (fs *FS) keepLookup(dir *inode, name string, node, start uint64) {
 // Replies to calls sent before do not enter the cache.
 func (fs *FS) nameChanged(dir *inode, name string) (node uint64, known bool) {
 	dir.mu.Lock()
-	dir.lookups.namesClock = fs.clock.Add(1)
+	dir.lookups.namesClock = fs.clock.Tick()
 	dir.mu.Unlock()
 	return fs.lookups.drop(nameKey{dir.id, name})
 }
@@ -188,7 +189,7 @@ func (fs *FS) nameChanged(dir *inode, name string) (node uint64, known bool) {
 func (fs *FS) nameRemoved(dir *inode, name string) {
 	node, known := fs.nameChanged(dir, name)
 	if !known {
-		fs.setToNow(&fs.blindRemoval)
+		fs.clock.Mark(&fs.clock.BlindRemoval)
 	} else if ino := fs.inodes.get(node); ino != nil {
 		fs.invalidateAttr(ino)
 	}
@@ -199,7 +200,7 @@ func (fs *FS) nameMoved(from *inode, oldName string, to *inode, newName string) 
 	fs.nameRemoved(to, newName)
 	node, known := fs.nameChanged(from, oldName)
 	if !known {
-		fs.setToNow(&fs.blindRename)
+		fs.clock.Mark(&fs.clock.BlindRename)
 	} else if ino := fs.inodes.get(node); ino != nil {
 		fs.invalidateAttr(ino)
 	}
@@ -212,7 +213,7 @@ func (fs *FS) lookupCached(r *request, dir *inode, name string, out *fuse.EntryO
 		return nil, false, nil
 	}
 	e, ok := fs.lookups.get(nameKey{dir.id, name})
-	if !ok || e.node == 0 && e.start < fs.lastLock.Load() || !fs.nameValid(dir, &e, r.cred, now()) {
+	if !ok || e.node == 0 && e.start < fs.clock.Lock.At() || !fs.nameValid(dir, &e, r.cred, attr.Now()) {
 		return nil, false, nil
 	}
 	if e.node == 0 {
@@ -248,12 +249,12 @@ func (fs *FS) lookupCached(r *request, dir *inode, name string, out *fuse.EntryO
 }
 
 // nameValid reports whether the entry of a name in dir is valid for a caller.
-func (fs *FS) nameValid(dir *inode, e *nameEntry, cred []byte, at instant) bool {
+func (fs *FS) nameValid(dir *inode, e *nameEntry, cred []byte, at attr.Instant) bool {
 	dir.mu.Lock()
 	defer dir.mu.Unlock()
 	until, ok := dir.lookups.searchers[&cred[0]]
 	return ok && at < until && at < e.expires && e.epoch == dir.lookups.epoch && dir.valid &&
-		at.since(dir.receivedAt) < maxNameAge
+		at.Sub(dir.receivedAt) < maxNameAge
 }
 
 // cachedAttr returns attributes that the kernel may cache for the time left.
@@ -269,11 +270,11 @@ func (fs *FS) cachedAttr(ino *inode) (a nfs3.Attr, left time.Duration, ok bool) 
 func (fs *FS) takeCached(ino *inode) (a nfs3.Attr, left time.Duration, unsent, ok bool) {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
-	changed := fs.blindRename.Load()
+	changed := fs.clock.BlindRename.At()
 	if !ino.isDir() && ino.attr.Nlink > 1 {
-		changed = max(changed, fs.blindRemoval.Load())
+		changed = max(changed, fs.clock.BlindRemoval.At())
 	}
-	left = ino.ttl - now().since(ino.receivedAt)
+	left = ino.ttl - attr.Now().Sub(ino.receivedAt)
 	if !ino.valid || ino.pending > 0 || left <= 0 || ino.requestClock < changed {
 		return a, 0, false, false
 	}

@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 )
 
 // The kernel caches names for the time that the file system gives. When another client changes a
@@ -24,12 +26,12 @@ const (
 // A nameCache holds the names in a directory that the kernel may have cached.
 type nameCache struct {
 	names   map[string]cachedName
-	expires instant // the latest of the names
-	sweepAt int     // number of names at which expired ones are removed
+	expires attr.Instant // the latest of the names
+	sweepAt int          // number of names at which expired ones are removed
 }
 
 type cachedName struct {
-	expires instant
+	expires attr.Instant
 	dir     bool
 }
 
@@ -41,7 +43,7 @@ func (fs *FS) cacheName(dir *inode, name string, start uint64, out *fuse.EntryOu
 	if timeout <= 0 {
 		return
 	}
-	at := now()
+	at := attr.Now()
 	dir.mu.Lock()
 	defer dir.mu.Unlock()
 	if start < dir.lookups.epochClock {
@@ -63,7 +65,7 @@ func (fs *FS) cacheName(dir *inode, name string, start uint64, out *fuse.EntryOu
 	if c.names == nil {
 		c.names = make(map[string]cachedName)
 	}
-	n := cachedName{at.add(timeout), out.NodeId != 0 && out.Attr.Mode&syscall.S_IFMT == syscall.S_IFDIR}
+	n := cachedName{at.Add(timeout), out.NodeId != 0 && out.Attr.Mode&syscall.S_IFMT == syscall.S_IFDIR}
 	c.names[name] = n
 	c.expires = max(c.expires, n.expires)
 	fs.inodes.names.Add(int64(len(c.names) - before))
@@ -77,7 +79,7 @@ func (c *nameCache) len() int {
 }
 
 // sweep removes expired names.
-func (c *nameCache) sweep(at instant) {
+func (c *nameCache) sweep(at attr.Instant) {
 	before := len(c.names)
 	if at > c.expires {
 		c.names = nil
@@ -147,7 +149,7 @@ func (fs *FS) sendExpiry() {
 		next := e.queue[0]
 		e.queue = e.queue[1:]
 		e.mu.Unlock()
-		at := now()
+		at := attr.Now()
 		for name, n := range next.names {
 			// A kernel that cannot expire a name removes the name instead. A process in the
 			// directory could then not determine its path.

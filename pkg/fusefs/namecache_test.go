@@ -23,11 +23,11 @@ func TestWaitingExpiryBoundsNames(t *testing.T) {
 	a := nfs3.Attr{Type: nfs3.NF3DIR}
 	for range 4 {
 		a.Mtime.Sec++
-		fs.updateAttr(dir, &a, fs.callStart()) // another client's change expires the names
+		fs.updateAttr(dir, &a, fs.clock.Now()) // another client's change expires the names
 		for i := range each {
 			out := fuse.EntryOut{}
 			out.SetEntryTimeout(time.Minute)
-			fs.cacheName(dir, fmt.Sprint(i), fs.callStart(), &out)
+			fs.cacheName(dir, fmt.Sprint(i), fs.clock.Now(), &out)
 		}
 	}
 	waiting := 0
@@ -49,12 +49,12 @@ func TestKeptNameIsOrderedWithChanges(t *testing.T) {
 	fs := &FS{opts: DefaultOptions()}
 	dir := &inode{id: 2}
 	fs.inodes.init(dir, nil)
-	fs.updateAttr(dir, &nfs3.Attr{Type: nfs3.NF3DIR}, fs.callStart())
+	fs.updateAttr(dir, &nfs3.Attr{Type: nfs3.NF3DIR}, fs.clock.Now())
 	fs.lookups.mu.Lock()
 	kept := make(chan struct{})
 	go func() {
 		defer close(kept)
-		fs.keepLookup(dir, "name", 3, fs.callStart())
+		fs.keepLookup(dir, "name", 3, fs.clock.Now())
 	}()
 	ordered := 0 // consecutive times that the directory was locked
 	kit.Eventually(t, "lock of the directory while a name is stored", func() bool {

@@ -59,7 +59,7 @@ func (fs *FS) lookup(r *request, dir *inode, name string, out *fuse.EntryOut) er
 // lookupOnce finds a name. The returned node is nil when the kernel may cache the name as missing.
 // When the object disappears before its attributes arrive, lookupOnce looks the name up again.
 func (fs *FS) lookupOnce(r *request, dir *inode, name string, out *fuse.EntryOut) (*inode, error) {
-	start := fs.callStart()
+	start := fs.clock.Now()
 	if ino, ok, err := fs.lookupCached(r, dir, name, out); ok {
 		if err == nil {
 			fs.cacheName(dir, name, start, out)
@@ -98,7 +98,7 @@ const staleTries = 16
 // lookupRPC sends a LOOKUP at start and stores the directory attributes of the reply.
 func (fs *FS) lookupRPC(r *request, dir *inode, name string, res *nfs3.LookupResult) (start uint64, err error) {
 	for try := 0; ; try++ {
-		start = fs.callStart()
+		start = fs.clock.Now()
 		err = fs.client.Lookup(r, r.cred, dir.fh, name, res)
 		if fs.retryJukebox(r, err, try) {
 			continue
@@ -188,7 +188,7 @@ func (fs *FS) createEntry(r *request, dir *inode, name string, typ nfs3.FileType
 	var start, changed uint64
 	var made bool
 	for try := 0; ; try++ {
-		start = fs.callStart()
+		start = fs.clock.Now()
 		err := call(&res)
 		if fs.retryJukebox(r, err, try) {
 			continue
@@ -228,7 +228,7 @@ func (fs *FS) nameMade(dir *inode, name string, wcc *nfs3.WccData, start uint64)
 	if overtaken {
 		return start
 	}
-	return fs.callStart() // the kernel locks the directory, so this mount changes no other name
+	return fs.clock.Now() // the kernel locks the directory, so this mount changes no other name
 }
 
 // Mkdir handles mkdir(2).
@@ -306,7 +306,7 @@ func (fs *FS) link(r *request, in *fuse.LinkIn, name string, out *fuse.EntryOut)
 	var res nfs3.LinkResult
 	var start, changed uint64
 	for try := 0; ; try++ {
-		start = fs.callStart()
+		start = fs.clock.Now()
 		err := fs.client.Link(r, r.cred, ino.fh, dir.fh, name, &res)
 		if fs.retryJukebox(r, err, try) {
 			continue
@@ -320,7 +320,7 @@ func (fs *FS) link(r *request, in *fuse.LinkIn, name string, out *fuse.EntryOut)
 		}
 		break
 	}
-	fs.renameEnded() // the link has changed the ctime
+	fs.clock.RenameEnded() // the link has changed the ctime
 	_, err := fs.entry(r, dir, name, ino.fh, &res.Attr, start, out)
 	if err == nil {
 		fs.keepLookup(dir, name, ino.id, changed)

@@ -1,6 +1,9 @@
 package fusefs
 
-import "github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+import (
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
+)
 
 // With Options.NoCTO, an open asks the server only when the cached attributes of the file have
 // expired, or when the server has not told the rights of the opening user. A right of one user is
@@ -16,7 +19,7 @@ const maxOpeners = 64
 type opener struct {
 	rights  uint32
 	ctime   nfs3.Time3 // of the file; a later change of rights changes it
-	expires instant
+	expires attr.Instant
 }
 
 // openCached returns the cached attributes of a file. ok is false when they have expired, or when
@@ -25,7 +28,7 @@ func (fs *FS) openCached(ino *inode, cred []byte, want uint32) (a nfs3.Attr, ok 
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
 	o := ino.openers[&cred[0]]
-	if o.rights&want != want || o.ctime != ino.attr.Ctime || now() >= o.expires || ino.pending > 0 ||
+	if o.rights&want != want || o.ctime != ino.attr.Ctime || attr.Now() >= o.expires || ino.pending > 0 ||
 		!fs.freshLocked(ino) {
 		return a, false
 	}
@@ -46,5 +49,5 @@ func (fs *FS) keepOpener(ino *inode, cred []byte, rights uint32, a *nfs3.Attr, s
 	if len(ino.openers) >= maxOpeners {
 		clear(ino.openers)
 	}
-	ino.openers[&cred[0]] = opener{rights, a.Ctime, now().add(ino.ttl)}
+	ino.openers[&cred[0]] = opener{rights, a.Ctime, attr.Now().Add(ino.ttl)}
 }

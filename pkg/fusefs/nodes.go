@@ -142,7 +142,7 @@ func (fs *FS) attrAfterChange(ctx context.Context, cred []byte, ino *inode, wcc 
 func (fs *FS) setAttrs(ctx context.Context, cred []byte, ino *inode, set *nfs3.SetAttr, wcc *nfs3.WccData) error {
 	fs.invalidateAttr(ino)
 	for try := 0; ; try++ {
-		start := fs.callStart()
+		start := fs.clock.Now()
 		err := fs.client.SetAttr(ctx, cred, ino.fh, set, nil, wcc)
 		fs.dropACLs(ino) // a new mode changes the ACL
 		if fs.retryJukebox(ctx, err, try) {
@@ -233,7 +233,7 @@ func (fs *FS) access(r *request, ino *inode, mask uint32) error {
 // askAccess sends an ACCESS and stores the attributes of the reply.
 func (fs *FS) askAccess(ctx context.Context, cred []byte, ino *inode, want uint32, res *nfs3.AccessResult) error {
 	for try := 0; ; try++ {
-		start := fs.callStart()
+		start := fs.clock.Now()
 		err := fs.client.Access(ctx, cred, ino.fh, want, res)
 		if fs.retryJukebox(ctx, err, try) {
 			continue
@@ -269,7 +269,7 @@ func (fs *FS) readlink(r *request, ino *inode) ([]byte, error) {
 	defer t.dropBuffer(fs)
 	for try := 0; ; try++ {
 		var res nfs3.ReadLinkResult
-		start := fs.callStart()
+		start := fs.clock.Now()
 		err := fs.client.ReadLink(r, r.cred, ino.fh, t.buf[:nfs3.MaxPath], &res)
 		if isBusy(err) {
 			if _ = fs.pauseRead(r, r.cred, &err, t, 0, try); err == nil {

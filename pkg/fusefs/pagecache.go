@@ -50,9 +50,9 @@ func (fs *FS) changedByOther(ino *inode, older, newer stamp) bool {
 // for a file also the removal of one of its names. The caller holds ino.mu.
 func (fs *FS) lastUnseenChange(ino *inode) uint64 {
 	if ino.isDir() {
-		return fs.lastRename.Load()
+		return fs.clock.LastRename()
 	}
-	return max(fs.lastRename.Load(), fs.lastRemoval.Load())
+	return max(fs.clock.LastRename(), fs.clock.Removal.At())
 }
 
 // revalidate reports whether the kernel's cached pages match the attributes a, which are new from

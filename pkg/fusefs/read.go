@@ -152,7 +152,7 @@ func (fs *FS) readFull(r *request, h *fileHandle, in *fuse.ReadIn, t *target) (d
 			return done, nil
 		}
 		part := t.slice(done, min(int(in.Size), done+fs.opts.RSize))
-		start := fs.callStart()
+		start := fs.clock.Now()
 		err := fs.client.ReadPieces(r, h.cred, h.ino.fh, in.Offset+uint64(done), part, &res)
 		if isBusy(err) {
 			if done = fs.pauseRead(r, h.cred, &err, t, done, try); err == nil {

@@ -67,7 +67,7 @@ func (fs *FS) openDir(r *request, ino *inode, out *fuse.OpenOut) error {
 	// Each open of a directory asks the server, as for files. The kernel alone would check only the
 	// mode.
 	var res nfs3.AccessResult
-	start := fs.callStart()
+	start := fs.clock.Now()
 	if err := fs.askAccess(r, r.cred, ino, nfs3.AccessRead|nfs3.AccessLookup, &res); err != nil {
 		return err
 	}
@@ -375,7 +375,7 @@ func (fs *FS) dirRPC(r *request, d *dirHandle, cookie uint64, plus bool) error {
 	}
 	for try := 0; ; try++ {
 		d.entries, d.pos, d.eof = d.entries[:0], 0, false
-		d.start = fs.callStart()
+		d.start = fs.clock.Now()
 		var err error
 		if plus {
 			err = fs.client.ReadDirPlus(r, d.cred, d.ino.fh, cookie, d.verf, fs.opts.DirCount, fs.opts.DirCount, &res,

@@ -173,9 +173,9 @@ func (fs *FS) removeSilly(ctx context.Context, ino *inode) {
 
 func (fs *FS) removeRPC(ctx context.Context, cred []byte, dir *inode, name string) error {
 	var wcc nfs3.WccData
-	start := fs.callStart()
+	start := fs.clock.Now()
 	err := fs.client.Remove(ctx, cred, dir.fh, name, &wcc)
-	fs.setToNow(&fs.lastRemoval)
+	fs.clock.Mark(&fs.clock.Removal)
 	fs.nameRemoved(dir, name)
 	fs.updateWcc(dir, &wcc, start, true)
 	return fs.checkStale(dir, err)
@@ -206,7 +206,7 @@ func (fs *FS) rmdir(r *request, dir *inode, name string) error {
 func (fs *FS) rmdirRPC(r *request, dir *inode, name string) error {
 	for try := 0; ; try++ {
 		var wcc nfs3.WccData
-		start := fs.callStart()
+		start := fs.clock.Now()
 		err := fs.client.Rmdir(r, r.cred, dir.fh, name, &wcc)
 		if fs.retryJukebox(r, err, try) {
 			continue
@@ -349,11 +349,11 @@ func (fs *FS) renameWaiting(r *request, from *inode, oldName string, to *inode, 
 
 func (fs *FS) renameRPC(r *request, from *inode, oldName string, to *inode, newName string) error {
 	var res nfs3.RenameResult
-	start := fs.callStart()
+	start := fs.clock.Now()
 	err := fs.client.Rename(r, r.cred, from.fh, oldName, to.fh, newName, &res)
-	end := fs.renameEnded()
+	end := fs.clock.RenameEnded()
 	fs.nameMoved(from, oldName, to, newName)
-	seen, only := fs.onlyRename(start, end)
+	seen, only := fs.clock.OnlyRename(start, end)
 	fs.updateWcc(from, &res.From, start, true)
 	if from != to {
 		fs.updateWcc(to, &res.To, start, true)

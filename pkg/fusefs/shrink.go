@@ -3,6 +3,8 @@ package fusefs
 import (
 	"maps"
 	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 )
 
 // The kernel can forget most of its nodes at once, when memory is short or when a program has ended
@@ -54,7 +56,7 @@ func (fs *FS) shrinkTables() {
 			timer.Stop()
 			return
 		}
-		if !fs.copyTables(limit, now()) {
+		if !fs.copyTables(limit, attr.Now()) {
 			return
 		}
 		wait = shrinkInterval
@@ -64,7 +66,7 @@ func (fs *FS) shrinkTables() {
 // copyTables copies the maps and removes expired names. It returns false, and copies nothing, when
 // the table has limit nodes or more. Requests wait meanwhile, so the time is bounded by limit and
 // maxNames.
-func (fs *FS) copyTables(limit int, at instant) bool {
+func (fs *FS) copyTables(limit int, at attr.Instant) bool {
 	t := &fs.inodes
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -89,7 +91,7 @@ func (fs *FS) copyTables(limit int, at instant) bool {
 
 // shrink removes the names that have expired, and those of nodes that are not known. The caller
 // holds inodeTable.mu.
-func (c *lookupCache) shrink(at instant, known func(node uint64) bool) {
+func (c *lookupCache) shrink(at attr.Instant, known func(node uint64) bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	maps.DeleteFunc(c.names, func(_ nameKey, e nameEntry) bool {

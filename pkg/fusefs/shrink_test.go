@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 )
 
 // heapInUse returns the bytes of the heap after a garbage collection.
@@ -37,12 +38,12 @@ func fsWithFiles(tb testing.TB, files int) (fs *FS, ids []uint64) {
 		h, err := nfs3.NewFH(fh[:])
 		must(tb, err)
 		ino := fs.inodes.ref(h, &a)
-		fs.updateAttr(ino, &a, fs.callStart())
+		fs.updateAttr(ino, &a, fs.clock.Now())
 		name := "file-" + strconv.Itoa(i)
-		fs.keepLookup(dir, name, ino.id, fs.callStart())
+		fs.keepLookup(dir, name, ino.id, fs.clock.Now())
 		out := fuse.EntryOut{NodeId: ino.id}
 		out.SetEntryTimeout(time.Minute)
-		fs.cacheName(dir, name, fs.callStart(), &out)
+		fs.cacheName(dir, name, fs.clock.Now(), &out)
 		d.index = i
 		ino.setPlace(d)
 		ids = append(ids, ino.id)
@@ -64,7 +65,7 @@ func TestForgottenNodesReturnMemory(t *testing.T) {
 	for _, id := range ids {
 		fs.Forget(id, 1)
 	}
-	if !begun || !fs.copyTables(files, now()) {
+	if !begun || !fs.copyTables(files, attr.Now()) {
 		t.Error("the table is not copied")
 	}
 	if left := heapInUse() - before; left > remain {

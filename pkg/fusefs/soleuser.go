@@ -93,7 +93,7 @@ func (fs *FS) kernelNameTime(dir *inode) time.Duration {
 func (fs *FS) missing(dir *inode, out *fuse.EntryOut) (*inode, error) {
 	t := min(fs.kernelNameTime(dir), fs.attrTimeout(dir))
 	// A lock makes missing names old, and the kernel cannot be told for each of them.
-	if t == 0 || fs.opts.LookupCache != LookupCacheAll || fs.lastLock.Load() != 0 {
+	if t == 0 || fs.opts.LookupCache != LookupCacheAll || fs.clock.Lock.At() != 0 {
 		return nil, syscall.ENOENT
 	}
 	// Node 0 with a timeout makes the kernel cache the name as missing for that time.

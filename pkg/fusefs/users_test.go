@@ -555,8 +555,8 @@ func TestRightsOfOpenBelongToTheirReply(t *testing.T) {
 		a    *nfs3.Attr
 		want bool
 	}{{"older reply", &old, false}, {"current reply", &changed, true}} {
-		fs.updateAttr(ino, &changed, fs.callStart())
-		fs.keepOpener(ino, cred, openRights, c.a, fs.callStart())
+		fs.updateAttr(ino, &changed, fs.clock.Now())
+		fs.keepOpener(ino, cred, openRights, c.a, fs.clock.Now())
 		if _, ok := fs.openCached(ino, cred, nfs3.AccessRead); ok != c.want {
 			t.Errorf("open with the rights of the %s: got %v, want %v", c.name, ok, c.want)
 		}

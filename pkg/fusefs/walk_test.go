@@ -49,7 +49,7 @@ func (m *testMount) expireAttrs(t *testing.T) {
 	for _, ino := range m.fs.inodes.byID {
 		ino.mu.Lock()
 		if !ino.isDir() {
-			ino.receivedAt = ino.receivedAt.add(-time.Hour)
+			ino.receivedAt = ino.receivedAt.Add(-time.Hour)
 		}
 		ino.mu.Unlock()
 	}

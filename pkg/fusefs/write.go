@@ -327,7 +327,7 @@ func (fs *FS) extendSize(ino *inode, end uint64) {
 	ino.mu.Lock()
 	ino.size = max(ino.size, end)
 	ino.valid = false
-	ino.changeClock = fs.clock.Add(1)
+	ino.changeClock = fs.clock.Tick()
 	ino.mu.Unlock()
 }
 
@@ -421,7 +421,7 @@ func (fs *FS) writeExtent(ctx context.Context, ino *inode, e *extent, stable nfs
 	var busy busyMark
 	defer fs.clearBusy(ino, &busy)
 	for done, try := 0, 0; done < e.n; {
-		start = fs.callStart()
+		start = fs.clock.Now()
 		err := fs.callWrite(ctx, ino, e, done, stable, &res)
 		if fs.retryBusy(ctx, ino, &err, try, &busy) {
 			try++
@@ -469,7 +469,7 @@ func (fs *FS) extentWritten(ino *inode, wcc *nfs3.WccData, start uint64, err err
 	if alone {
 		ino.endChain()
 	} else {
-		ino.changeClock = fs.clock.Add(1) // updateAttr refuses replies to earlier calls
+		ino.changeClock = fs.clock.Tick() // updateAttr refuses replies to earlier calls
 	}
 	ino.mu.Unlock()
 	switch {

@@ -1,0 +1,2 @@
+// Package attr keeps the attributes of nodes, and tells which replies are outdated.
+package attr
