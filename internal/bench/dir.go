@@ -66,9 +66,6 @@ func Open(o Options) (*Dir, error) {
 	return &Dir{opts: o, path: path, caches: usableCaches(), direct: true}, nil
 }
 
-// Path returns the directory of the files.
-func (d *Dir) Path() string { return d.path }
-
 // Caches returns how Run empties the caches of the client.
 func (d *Dir) Caches() Caches { return d.caches }
 

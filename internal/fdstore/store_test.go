@@ -30,7 +30,7 @@ var platforms = []platform{
 		},
 		open: func(t testing.TB) Store {
 			startManager(t, 64)
-			return open(t, Systemd, testConfig(t))
+			return open(t, ofSystemd, testConfig(t))
 		},
 	},
 	{

@@ -53,19 +53,11 @@ type stored struct {
 	confirmed  bool // systemd has it
 }
 
-// Systemd opens the store of systemd. It returns ErrNoStore if systemd keeps no descriptors of this
-// process.
+// openSystemd opens the store of systemd. It returns ErrNoStore if systemd keeps no descriptors of
+// this process.
 //
-// Systemd uses the variables of sd_listen_fds(3) and unsets them. The process must not start other
+// openSystemd uses the variables of sd_listen_fds(3) and unsets them. The process must not start other
 // programs before, because these would inherit the descriptors.
-func Systemd(cfg Config) (Store, error) {
-	s, err := openSystemd(cfg)
-	if err != nil {
-		return nil, err
-	}
-	return s, nil
-}
-
 func openSystemd(cfg Config) (*systemdStore, error) {
 	s := &systemdStore{socket: os.Getenv("NOTIFY_SOCKET"), timeout: cfg.timeout(), stored: make(map[string][]stored)}
 	s.limit, _ = strconv.Atoi(os.Getenv("FDSTORE"))

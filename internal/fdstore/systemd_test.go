@@ -14,6 +14,15 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
+// ofSystemd opens the store of systemd as a Store.
+func ofSystemd(cfg Config) (Store, error) {
+	s, err := openSystemd(cfg)
+	if err != nil {
+		return nil, err
+	}
+	return s, nil
+}
+
 func TestSystemdWithoutStore(t *testing.T) {
 	for _, c := range []struct {
 		what string
@@ -29,7 +38,7 @@ func TestSystemdWithoutStore(t *testing.T) {
 			c.set(t, m)
 			m.mu.Unlock()
 			cfg := testConfig(t)
-			if s, err := Systemd(cfg); !errors.Is(err, ErrNoStore) {
+			if s, err := ofSystemd(cfg); !errors.Is(err, ErrNoStore) {
 				t.Errorf("Systemd: got %v, %v; want %v", s, err, ErrNoStore)
 			}
 			if s := open(t, Open, cfg); s.String() != "holder "+cfg.Socket {
@@ -65,7 +74,7 @@ func TestSystemdFull(t *testing.T) {
 		t.Run("FDSTORE="+fdstore, func(t *testing.T) {
 			m := startManager(t, 4+len(fdstore)) // with FDSTORE, Put must not depend on systemd
 			setenv(t, "FDSTORE", fdstore)
-			s := open(t, Systemd, testConfig(t))
+			s := open(t, ofSystemd, testConfig(t))
 			for _, name := range []string{"a", "b", "c"} {
 				put(t, s, name, "1")
 			}
@@ -93,7 +102,7 @@ func TestSystemdFull(t *testing.T) {
 // systemd is busy for longer than the timeout. It executes the messages later.
 func TestSystemdTimeout(t *testing.T) {
 	m := startManager(t, 8)
-	s := open(t, Systemd, testConfig(t))
+	s := open(t, ofSystemd, testConfig(t))
 	s.(*systemdStore).timeout = 50 * time.Millisecond
 	f, g := memfd("1"), memfd("2")
 	defer f.Close()
@@ -155,7 +164,7 @@ func TestSystemdRemovesReplacedEntries(t *testing.T) {
 func TestSystemdKeepsFUSEDescriptorWithError(t *testing.T) {
 	kit.NeedsFUSE(t)
 	m := startManager(t, 8)
-	s := open(t, Systemd, testConfig(t))
+	s := open(t, ofSystemd, testConfig(t))
 	fd, err := unix.Open("/dev/fuse", unix.O_RDWR|unix.O_CLOEXEC, 0)
 	kit.Must(t, err)
 	f := os.NewFile(uintptr(fd), "/dev/fuse")
@@ -176,7 +185,7 @@ func TestSystemdIgnoresDescriptorsOfOtherProcess(t *testing.T) {
 	for name, value := range map[string]string{"LISTEN_PID": "1", "LISTEN_FDS": "1", "LISTEN_FDNAMES": "a@1"} {
 		setenv(t, name, value)
 	}
-	s := open(t, Systemd, testConfig(t))
+	s := open(t, ofSystemd, testConfig(t))
 	if len(s.Kept()) != 0 {
 		t.Errorf("entries: got %v, want none", s.Kept())
 	}
@@ -191,7 +200,7 @@ func TestSystemdInvalidEnvironment(t *testing.T) {
 		setenv(t, "LISTEN_PID", fmt.Sprint(os.Getpid()))
 		setenv(t, "LISTEN_FDS", v[0])
 		setenv(t, "LISTEN_FDNAMES", v[1])
-		if s, err := Systemd(testConfig(t)); err == nil {
+		if s, err := ofSystemd(testConfig(t)); err == nil {
 			t.Errorf("LISTEN_FDS=%s LISTEN_FDNAMES=%s: got %v, want an error", v[0], v[1], s)
 		}
 	}

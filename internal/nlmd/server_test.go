@@ -119,7 +119,7 @@ func TestRestartedClientHasNoLocks(t *testing.T) {
 		a := nlm.Args{Exclusive: true, Region: region(name, 1, start, start)}
 		wantStat(t, s, peer, nlm.ProcLock, a, nlm.Granted)
 	}
-	notify := nlm.AppendFreeAll(nil, "a", 3)
+	notify := sunrpc.AppendUint32(sunrpc.AppendString(nil, "a"), 3)
 	h := sunrpc.CallHeader{Prog: ProgramNSM, Vers: VersionNSM, Proc: nsmNotify}
 	if _, _, err := sunrpc.ParseReply(s.ServeNSM(one, &h, notify, nil)); err != nil || s.Locks() != 2 {
 		t.Errorf("after SM_NOTIFY: got error %v, %d locks; want 2", err, s.Locks())
@@ -135,7 +135,7 @@ func FuzzServe(f *testing.F) {
 	for _, proc := range []nlm.Proc{nlm.ProcTest, nlm.ProcLock, nlm.ProcCancel, nlm.ProcUnlock} {
 		f.Add(uint32(nlm.Program), uint32(nlm.Version), uint32(proc), nlm.AppendArgs(nil, proc, &a))
 	}
-	f.Add(uint32(ProgramNSM), uint32(VersionNSM), uint32(nsmNotify), nlm.AppendFreeAll(nil, "a", 3))
+	f.Add(uint32(ProgramNSM), uint32(VersionNSM), uint32(nsmNotify), sunrpc.AppendUint32(sunrpc.AppendString(nil, "a"), 3))
 	s := newServer("", 0)
 	f.Fuzz(func(t *testing.T, prog, vers, proc uint32, args []byte) {
 		h := sunrpc.CallHeader{XID: 7, Prog: prog, Vers: vers, Proc: proc}

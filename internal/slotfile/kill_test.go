@@ -31,7 +31,7 @@ func writeAndDie(d *os.File) error {
 	}
 	nodes := f.Table("nodes")
 	nodes.Put(0, pad(nodes, "changed"))
-	nodes.AddUint64(0, 1, 5)
+	nodes.StoreUint64(0, 1, 5)
 	for _, text := range []string{"new", "newer"} {
 		s, err := nodes.Alloc()
 		if err != nil {

@@ -195,12 +195,9 @@ func (t *Table) Free(s Slot) {
 	t.mu.Unlock()
 }
 
-// AddUint64 adds delta to counter i of slot s and returns the new value. To subtract n, add ^(n-1).
-// The counters have no checksum. Their values survive as the records do, but a counter and a record
-// do not change together: use StoreUint64 before the first Put for the initial value.
-func (t *Table) AddUint64(s Slot, i int, delta uint64) uint64 { return t.counter(s, i).Add(delta) }
-
-// StoreUint64 sets counter i of slot s to v. See AddUint64.
+// StoreUint64 sets counter i of slot s to v. The counters have no checksum. Their values survive as
+// the records do, but a counter and a record do not change together: use StoreUint64 before the first
+// Put for the initial value.
 func (t *Table) StoreUint64(s Slot, i int, v uint64) { t.counter(s, i).Store(v) }
 
 // LoadUint64 returns counter i of slot s.

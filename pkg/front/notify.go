@@ -95,16 +95,8 @@ var unreadable = sync.OnceValue(func() []byte {
 // A kernel without CAP_HAS_EXPIRE_ONLY removes the name instead. A name that the kernel does not
 // know is no error.
 func (d *Device) ExpireEntry(dir uint64, name string) error {
-	return d.notifyEntry(dir, name, fuse.EXPIRE_ONLY)
-}
-
-// InvalEntry makes the kernel remove the name of a directory from its cache. A name that the kernel
-// does not know is no error.
-func (d *Device) InvalEntry(dir uint64, name string) error { return d.notifyEntry(dir, name, 0) }
-
-func (d *Device) notifyEntry(dir uint64, name string, flags uint32) error {
 	var out fuse.NotifyInvalEntryOut
-	out.Parent, out.NameLen, out.Flags = dir, uint32(len(name)), flags
+	out.Parent, out.NameLen, out.Flags = dir, uint32(len(name)), fuse.EXPIRE_ONLY
 	return d.notify(newNotification(waitsForNames, fuse.NOTIFY_INVAL_ENTRY, bytesOf(&out), []byte(name), []byte{0}))
 }
 

@@ -81,13 +81,8 @@ func ParseRes(proc Proc, b []byte, r *Res) error {
 	return d.Err()
 }
 
-// AppendFreeAll appends the arguments of FREE_ALL (nlm4_notify): the client that restarted, and its
-// state number.
-func AppendFreeAll(b []byte, name string, state uint32) []byte {
-	return sunrpc.AppendUint32(sunrpc.AppendString(b, name), state)
-}
-
-// ParseFreeAll decodes the arguments of FREE_ALL. Errors wrap sunrpc.ErrMalformed.
+// ParseFreeAll decodes the arguments of FREE_ALL (nlm4_notify): the client that restarted, and its
+// state number. Errors wrap sunrpc.ErrMalformed.
 func ParseFreeAll(b []byte) (name string, state uint32, err error) {
 	d := sunrpc.NewDecoder(b)
 	name, state = string(d.Opaque(maxName)), d.Uint32()

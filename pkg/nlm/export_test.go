@@ -9,6 +9,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/share"
 	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
 // MinJournalLines is the length from which on a journal is rewritten.
@@ -100,7 +101,9 @@ func (s *Service) WaitReady() { <-s.ready }
 func (s *Service) Active() bool { return s.active() }
 
 // AppendNotify appends the arguments of SM_NOTIFY.
-func AppendNotify(b []byte, host string, state uint32) []byte { return AppendFreeAll(b, host, state) }
+func AppendNotify(b []byte, host string, state uint32) []byte {
+	return sunrpc.AppendUint32(sunrpc.AppendString(b, host), state)
+}
 
 // SetServerMapper makes the client ask another port mapper for the status monitor of the server.
 func (c *Config) SetServerMapper(port int) {

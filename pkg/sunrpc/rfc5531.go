@@ -80,7 +80,6 @@ const (
 	FlavorNone  = 0
 	FlavorSys   = 1
 	FlavorShort = 2
-	FlavorDH    = 3
 	FlavorGSS   = 6
 )
 
