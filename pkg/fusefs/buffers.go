@@ -17,7 +17,7 @@ import (
 
 const (
 	// bufferPollInterval is the time between two files that are written back while requests wait
-	// for buffers.
+	// for buffers of the pool. While writers wait for room, an event also begins one.
 	bufferPollInterval = 20 * time.Millisecond
 	// fileShareNum / fileShareDen is the part of the dirty buffers that one of several files may
 	// hold.
@@ -66,21 +66,10 @@ func (fs *FS) getDirtyBuffer(ctx context.Context, h *fileHandle) (b []byte, thro
 // getDirty counts one buffer as dirty data of an open file, or returns false as getDirtyBuffer
 // does.
 func (fs *FS) getDirty(ctx context.Context, h *fileHandle) (taken, through bool) {
-	d := &fs.dirty
-	d.Lock()
-	if d.waiters.Len() == 0 && fs.takeDirty(h.ino) {
-		d.Unlock()
+	w := fs.beginDirty(h)
+	if w == nil {
 		return true, false
 	}
-	w := &dirtyWaiter{ino: h.ino, user: sunrpc.CredUID(h.cred), ready: make(chan bool, 1)}
-	w.entry.Value = w
-	if parked := d.parked[w.ino]; parked != nil {
-		w.join(parked)
-	} else {
-		w.join(&d.waiters)
-	}
-	fs.serveWriters()
-	d.Unlock()
 	select {
 	case taken = <-w.ready:
 		return taken, !taken
@@ -94,9 +83,7 @@ func (fs *FS) getDirty(ctx context.Context, h *fileHandle) (taken, through bool)
 		return taken, !taken
 	case <-ctx.Done():
 	}
-	d.Lock()
-	w.leave()
-	d.Unlock()
+	fs.endDirtyWait(w)
 	select {
 	case taken = <-w.ready:
 		if taken {
@@ -105,6 +92,33 @@ func (fs *FS) getDirty(ctx context.Context, h *fileHandle) (taken, through bool)
 	default:
 	}
 	return false, false
+}
+
+// beginDirty counts one buffer as dirty data of an open file and returns nil, or returns a writer
+// that waits for it.
+func (fs *FS) beginDirty(h *fileHandle) *dirtyWaiter {
+	d, ino := &fs.dirty, h.ino
+	d.Lock()
+	defer d.Unlock()
+	if d.waiters.Len() == 0 && fs.takeDirty(ino) {
+		return nil
+	}
+	w := &dirtyWaiter{ino: ino, user: sunrpc.CredUID(h.cred), ready: make(chan bool, 1)}
+	w.entry.Value = w
+	if d.parked[ino] != nil || fs.dirtyRoom(ino, fs.dirtyLimit()) <= ino.wb().waiters {
+		d.park(w)
+	} else {
+		d.join(w)
+	}
+	fs.serveWriters()
+	return w
+}
+
+// endDirtyWait ends the wait of a writer.
+func (fs *FS) endDirtyWait(w *dirtyWaiter) {
+	fs.dirty.Lock()
+	defer fs.dirty.Unlock()
+	fs.dirty.leave(w)
 }
 
 // putDirtyBuffer returns a buffer of getDirtyBuffer.
@@ -169,8 +183,10 @@ func (fs *FS) serveWriters() {
 	d := &fs.dirty
 	limit := fs.dirtyLimit()
 	for ino, parked := range d.parked {
-		for range min(fs.dirtyRoom(ino, limit), parked.Len()) {
-			parked.Take().Value.join(&d.waiters)
+		for range min(fs.dirtyRoom(ino, limit)-ino.wb().waiters, parked.Len()) {
+			w := parked.Take().Value
+			w.parked = false
+			d.join(w)
 		}
 		if parked.Len() == 0 {
 			delete(d.parked, ino)
@@ -179,18 +195,20 @@ func (fs *FS) serveWriters() {
 	for e := d.waiters.First(); e != nil; e = d.waiters.First() {
 		w := e.Value
 		if fs.dirtyRoom(w.ino, limit) <= 0 {
-			w.leave()
+			d.leave(w)
 			d.park(w)
 			continue
 		}
 		if !fs.takeDirty(w.ino) {
 			break
 		}
-		d.waiters.Take()
+		d.take()
 		w.ready <- true
 	}
 	for ino := range d.parked {
-		fs.reclaim(ino)
+		if fs.dirtyRoom(ino, limit) <= 0 {
+			fs.reclaim(ino)
+		}
 	}
 	if d.waiters.Len() > 0 {
 		fs.reclaim(nil)
@@ -208,13 +226,16 @@ func (fs *FS) endUselessWaits() {
 			return
 		}
 	}
-	for range d.waiters.Len() {
-		w := d.waiters.Take().Value
+	var others []*dirtyWaiter
+	for w := d.take(); w != nil; w = d.take() {
 		if w.ino.wb().busy > 0 {
-			w.join(&d.waiters)
+			others = append(others, w)
 		} else {
 			w.ready <- false
 		}
+	}
+	for _, w := range others {
+		d.join(w)
 	}
 }
 
@@ -225,7 +246,9 @@ func (fs *FS) makeRoom() {
 	fs.dirty.Lock()
 	defer fs.dirty.Unlock()
 	fs.serveWriters()
-	fs.reclaim(nil)
+	if fs.dirty.waiters.Len() == 0 {
+		fs.reclaim(nil)
+	}
 }
 
 // reclaim starts to write back one file: ino, when it holds more than its share, or else the file

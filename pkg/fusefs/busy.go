@@ -75,17 +75,21 @@ func (fs *FS) retryBusy(ctx context.Context, ino *inode, err *error, try int, ma
 		return false
 	}
 	if !*mark {
-		*mark = true
-		fs.dirty.Lock()
-		ino.wb().busy++
-		fs.serveWriters() // the waits of writers may be useless now
-		fs.dirty.Unlock()
+		fs.setBusy(ino, mark)
 	}
 	retry := fs.retryJukebox(ctx, *err, try)
 	if !retry && ctx.Err() == nil {
 		*err = fs.opts.BusyErrno
 	}
 	return retry
+}
+
+func (fs *FS) setBusy(ino *inode, mark *busyMark) {
+	*mark = true
+	fs.dirty.Lock()
+	defer fs.dirty.Unlock()
+	ino.wb().busy++
+	fs.serveWriters() // the waits of writers may be useless now
 }
 
 // clearBusy reverses the mark of retryBusy.

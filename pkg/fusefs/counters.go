@@ -69,7 +69,7 @@ type Counters struct {
 	Replays        atomic.Uint64 // replays after a write verifier changed
 	ReplayedBytes  atomic.Uint64 // bytes sent again by replays
 	WriteErrors    atomic.Uint64 // extents whose data was discarded after an error
-	BufferWaits    atomic.Uint64 // requests that found the buffer pool empty
+	BufferWaits    atomic.Uint64 // requests that waited for a buffer or for room for written data
 	InvalidReplies atomic.Uint64 // replies that break the protocol
 	WriteThroughs  atomic.Uint64 // writes without write-behind because the server was busy with other files
 	SillyRenames   atomic.Uint64 // open files that were renamed instead of removed

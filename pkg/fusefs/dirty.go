@@ -81,22 +81,44 @@ type dirtySet struct {
 
 // A dirtyWaiter is a writer that waits until its file may hold another buffer.
 type dirtyWaiter struct {
-	ino   *inode
-	user  uint32
-	queue *fairqueue.Queue[*dirtyWaiter] // which contains entry
-	entry fairqueue.Entry[*dirtyWaiter]
-	ready chan bool // gets one value: whether a buffer is taken; otherwise waiting is useless
+	ino    *inode
+	user   uint32
+	parked bool // in parked, not in waiters
+	entry  fairqueue.Entry[*dirtyWaiter]
+	ready  chan bool // gets one value: whether a buffer is taken; otherwise waiting is useless
 }
 
-func (w *dirtyWaiter) join(q *fairqueue.Queue[*dirtyWaiter]) {
-	w.queue = q
-	q.Add(&w.entry, w.user)
+// join adds a writer to waiters. The caller holds d.
+func (d *dirtySet) join(w *dirtyWaiter) {
+	w.ino.wb().waiters++
+	d.waiters.Add(&w.entry, w.user)
 }
 
-func (w *dirtyWaiter) leave() { w.queue.Remove(&w.entry) }
+// take removes and returns the writer whose turn it is, or nil. The caller holds d.
+func (d *dirtySet) take() *dirtyWaiter {
+	e := d.waiters.Take()
+	if e == nil {
+		return nil
+	}
+	e.Value.ino.wb().waiters--
+	return e.Value
+}
+
+// leave removes a writer that does not wait any more. The caller holds d.
+func (d *dirtySet) leave(w *dirtyWaiter) {
+	switch {
+	case !w.entry.Queued():
+	case w.parked:
+		d.parked[w.ino].Remove(&w.entry)
+	default:
+		d.waiters.Remove(&w.entry)
+		w.ino.wb().waiters--
+	}
+}
 
 // park lets a writer wait until its file holds less. The caller holds d.
 func (d *dirtySet) park(w *dirtyWaiter) {
+	w.parked = true
 	if d.parked == nil {
 		d.parked = make(map[*inode]*fairqueue.Queue[*dirtyWaiter])
 	}
@@ -105,7 +127,7 @@ func (d *dirtySet) park(w *dirtyWaiter) {
 		q = &fairqueue.Queue[*dirtyWaiter]{}
 		d.parked[w.ino] = q
 	}
-	w.join(q)
+	q.Add(&w.entry, w.user)
 }
 
 // A dirtyFile describes the data of one file.

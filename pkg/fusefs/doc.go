@@ -115,8 +115,8 @@
 // reclaimer.mu guards its fields, and is held while reclaim takes FS.dirty.
 //
 // inodeTable.mu guards the maps, lookup counts, open counts and removals in flight. inode.mu guards
-// one node's attributes. State.mu guards the records of requests. writeback.mu (in the inode)
-// guards the node's extents. interrupts.mu guards the active requests. handleLocks.mu guards the
+// one node's attributes. State.mu guards the records of requests. writeback.mu guards the extents
+// of one node. interrupts.mu guards the active requests. handleLocks.mu guards the
 // lock owners of one open file. reopens.mu, aclCalls, aclsAhead, FS.handles and FS.dirty each guard
 // one table. DirtyTotal.mu guards the bytes of several FSs. Code that may panic unlocks with defer.
 //

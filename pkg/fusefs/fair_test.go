@@ -129,18 +129,20 @@ func TestWaitingReadsRaiseKernelBound(t *testing.T) {
 }
 
 // TestWritersContinueInTurn lets writers of several users and files wait for room, and makes room one
-// buffer at a time. A step is "+" and a writer to start, whose letter is the user and whose digit is
-// the file; "-" and a file that gives one buffer back; "x" and a writer that is interrupted; "!" and
+// buffer at a time. A step is "+" and a writer to start: a letter for the user, a digit for the file,
+// and perhaps a letter to tell it from others; "-" and a file that gives one buffer back; "x" and a writer that is interrupted; "!" and
 // a file with which the server becomes busy; or the writers that continue, in their order. "w" after
 // a writer means that it must write without keeping data.
 func TestWritersContinueInTurn(t *testing.T) {
-	const limit = 4 // buffers, of which one of several files may hold 3
 	for _, c := range []struct{ name, held, steps string }{
 		{"no wait", "11", "+a1 a1 +b2 b2"},
 		{"users take turns", "1111", "+a1 +a1 +a1 +b1 +b1 -1 a1 -1 b1 -1 a1 -1 b1 -1 a1"},
 		{"a writer with room does not overtake", "1122", "+a1 +b2 +a2 -1 a1 -1 b2 -2 a2"},
 		{"a file over its share stops no other", "1112", "+a1 +a1 +b2 -2 b2 -1 a1 -2 -1 a1"},
 		{"nor one of the same user", "1112", "+a1 +a1 +a2 -2 a2 -1 a1"},
+		{"writers of one user and file keep their order", "11111122",
+			"+a1p +a1q +a1r +a1s +a1t +a1u +c2p +c2q +c2r -1 c2p -1 a1p -2 c2q -2 a1q -2 c2r -1 a1r"},
+		{"useless waits behind others", "11112222", "+a1 +a2 +a3 +b1 !1 !2 a3w -2 a1"},
 		{"an interrupted writer leaves", "1111", "+a1 +b1 xa1 -1 b1"},
 		{"the only file has no share", "1111", "-1 +a1 a1"},
 		{"the end of the other file", "1112", "+a1 -2 a1"},
@@ -148,6 +150,7 @@ func TestWritersContinueInTurn(t *testing.T) {
 		{"a busy file with its share", "1111", "+a1 +b2 !1 b2w -1 +b2 b2 -1 a1"},
 	} {
 		synctest.Test(t, func(t *testing.T) {
+			limit := max(4, int64(len(c.held))) // buffers, of which one of several files may hold 3/4
 			fs := bareFS(&memServer{}, testPool(t, 32), Options{DirtyBytes: limit * MinIOSize})
 			files := make(map[byte]*inode)
 			for i := range byte(4) {

@@ -66,7 +66,7 @@ type inode struct {
 	place    place      // in the last listing
 	walk     *dirWalk   // of a directory; nil before a listing
 
-	data atomic.Pointer[writeback] // nil before the first write; see wb
+	data atomic.Pointer[writeback] // nil until it is needed; see wb
 
 	sameHash *inode // guarded by inodeTable.mu; see handleMap
 }

@@ -67,7 +67,9 @@ func (fs *FS) cacheName(dir *inode, name string, start uint64, out *fuse.EntryOu
 	}
 	n := cachedName{at.Add(timeout), out.NodeId != 0 && out.Attr.Mode&syscall.S_IFMT == syscall.S_IFDIR}
 	c.names[name] = n
-	c.expires = max(c.expires, n.expires)
+	if before == 0 || n.expires > c.expires {
+		c.expires = n.expires
+	}
 	fs.inodes.names.Add(int64(len(c.names) - before))
 }
 

@@ -53,8 +53,9 @@ type writeback struct {
 	replayed uint64 // number of replayed extents that were released
 
 	// Guarded by FS.dirty.
-	held int // buffers that count as dirty
-	busy int // calls with this data that the server answers with NFS3ERR_JUKEBOX
+	held    int // buffers that count as dirty
+	waiters int // writers of the file in dirtySet.waiters
+	busy    int // calls with this data that the server answers with NFS3ERR_JUKEBOX
 
 	// chain is guarded by inode.mu.
 	chain writeChain

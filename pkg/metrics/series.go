@@ -129,7 +129,7 @@ var fileSeries = []series[files]{
 		func(f *files) uint64 { return f.ReplayedBytes.Load() }),
 	counter("write_errors_total", "Extents of dirty data dropped after an error; fsync or close returned the error.",
 		func(f *files) uint64 { return f.WriteErrors.Load() }),
-	counter("buffer_waits_total", "Requests that waited for a free buffer.",
+	counter("buffer_waits_total", "Requests that waited for a free buffer, or for room in dirty_bytes.",
 		func(f *files) uint64 { return f.BufferWaits.Load() }),
 	counter("silly_renames_total", "Open files renamed instead of removed.",
 		func(f *files) uint64 { return f.SillyRenames.Load() }),

@@ -196,6 +196,7 @@ func statusHost(t *testing.T) (dir string, restart func()) {
 	return dir, func() {
 		kit.Must(t, statd.Process.Signal(syscall.SIGTERM)) // it withdraws its registration
 		_ = statd.Wait()
+		kit.Eventually(t, "end of the registration", func() bool { return !registered(100024, 1)() })
 		run(t, "", "sh", "-c", "printf '\\7\\0\\0\\0' >"+dir+"/state")
 		statd = monitor()
 	}

@@ -22,7 +22,7 @@ type Clock struct {
 	rename  atomic.Uint64
 }
 
-// Now returns the time at which a call begins. Pass it to Update with the attributes of the reply.
+// Now returns the time at which a call begins. Keep it with the attributes of the reply.
 func (c *Clock) Now() uint64 { return c.now.Load() }
 
 // Tick returns the time of a change. It is later than all earlier results of Now and Tick.

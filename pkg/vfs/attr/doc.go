@@ -1,2 +1,2 @@
-// Package attr keeps the attributes of nodes, and tells which replies are outdated.
+// Package attr tells which replies, and what a mount knows from them, are outdated.
 package attr
