@@ -82,14 +82,12 @@ func (u *usage) cells() []string {
 func (r *results) markdown() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "Linux %s, %d processors, %s.\n", r.Kernel, r.Processors, r.Date)
-	var fleet, alone, runs, recoveries [][]string
+	var fleet, runs, recoveries [][]string
 	for _, s := range r.fleet {
-		per := fmt.Sprintf("%.1f", float64(s.Attempts)/float64(s.Clients))
 		if s.Alone {
-			alone = append(alone, []string{seconds(s.Outage), s.Policy, per, seconds(s.Mean), seconds(s.P50),
-				seconds(s.P99)})
 			continue
 		}
+		per := fmt.Sprintf("%.1f", float64(s.Attempts)/float64(s.Clients))
 		fleet = append(fleet, []string{s.Fleet, s.Policy, per, fmt.Sprint(s.Peak), fmt.Sprint(s.Burst), seconds(s.Mean),
 			seconds(s.P50), seconds(s.P99), seconds(s.Max)})
 	}
@@ -107,8 +105,6 @@ func (r *results) markdown() string {
 	}
 	table(&b, "Clients of a restarted server, simulated. The outage begins at 0; recovery is counted from its end:",
 		"event|pauses|connects per client|most in 1 s|most in 10 ms|recovery, mean s|p50|p99|longest", fleet)
-	table(&b, "One client, simulated, with outages of 0 to the given time:",
-		"outage up to s|pauses|connects|recovery, mean s|p50|p99", alone)
 	table(&b, "One daemon and `serve DIR`, measured. \"Mounts × nconnect\" were requested at once. %CPU is the\n"+
 		"processor time of idle mounts with the default `keepalive=10`, in percent of one processor:",
 		"mounts × nconnect|connect_rate|seconds to mount|daemon: MiB|descriptors|threads|goroutines|%CPU|"+
