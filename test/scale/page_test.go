@@ -7,7 +7,6 @@ import (
 	"math"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"testing"
 
@@ -84,11 +83,11 @@ func (r *results) markdown() string {
 	fmt.Fprintf(&b, "Linux %s, %d processors, %s.\n", r.Kernel, r.Processors, r.Date)
 	var fleet, runs, recoveries [][]string
 	for _, s := range r.fleet {
-		if s.Alone {
+		if s.Alone || s.Policy != policyAfter {
 			continue
 		}
 		per := fmt.Sprintf("%.1f", float64(s.Attempts)/float64(s.Clients))
-		fleet = append(fleet, []string{s.Fleet, s.Policy, per, fmt.Sprint(s.Peak), fmt.Sprint(s.Burst), seconds(s.Mean),
+		fleet = append(fleet, []string{s.Fleet, per, fmt.Sprint(s.Peak), fmt.Sprint(s.Burst), seconds(s.Mean),
 			seconds(s.P50), seconds(s.P99), seconds(s.Max)})
 	}
 	for i := range r.Runs {
@@ -104,52 +103,14 @@ func (r *results) markdown() string {
 			bench.RangeOf(v.Seconds).String()})
 	}
 	table(&b, "Clients of a restarted server, simulated. The outage begins at 0; recovery is counted from its end:",
-		"event|pauses|connects per client|most in 1 s|most in 10 ms|recovery, mean s|p50|p99|longest", fleet)
+		"event|connects per client|most in 1 s|most in 10 ms|recovery, mean s|p50|p99|longest", fleet)
 	table(&b, "One daemon and `serve DIR`, measured. \"Mounts × nconnect\" were requested at once. %CPU is the\n"+
 		"processor time of idle mounts with the default `keepalive=10`, in percent of one processor:",
 		"mounts × nconnect|connect_rate|seconds to mount|daemon: MiB|descriptors|threads|goroutines|%CPU|"+
 			"helper processes|MiB|server: MiB|descriptors|%CPU", runs)
-	table(&b, "Differences of the table above:",
-		"cost|daemon: MiB|descriptors|goroutines|server: MiB|descriptors|helpers: MiB", r.differences())
 	table(&b, "Restarts of `serve DIR` by SIGKILL, measured: time from the start of the next server until\nall "+
 		"connections are made, median and range:", "mounts × nconnect|seconds without server|seconds", recoveries)
 	return b.String()
-}
-
-// differences returns the cost of a further mount and of a further connection.
-func (r *results) differences() (rows [][]string) {
-	find := func(mounts, nconnect int) *run {
-		i := slices.IndexFunc(r.Runs, func(u run) bool {
-			return u.Mounts == mounts && u.NConnect == nconnect && u.ConnectRate != 0
-		})
-		if i < 0 {
-			return nil
-		}
-		return &r.Runs[i]
-	}
-	for _, d := range []struct {
-		name       string
-		more, less [2]int
-		number     int // of mounts or connections by which they differ
-	}{
-		{"mount with one connection, the first 64", [2]int{64, 1}, [2]int{0, 1}, 64},
-		{"mount with one connection, the next 192", [2]int{256, 1}, [2]int{64, 1}, 192},
-		{"further connection of a mount", [2]int{64, 4}, [2]int{64, 1}, 192},
-	} {
-		a, b := find(d.more[0], d.more[1]), find(d.less[0], d.less[1])
-		if a == nil || b == nil {
-			continue
-		}
-		n := float64(d.number)
-		rows = append(rows, []string{d.name,
-			fmt.Sprintf("%.2f", float64(a.Daemon.Resident-b.Daemon.Resident)/n/(1<<20)),
-			fmt.Sprintf("%.1f", float64(a.Daemon.Descriptors-b.Daemon.Descriptors)/n),
-			fmt.Sprintf("%.1f", float64(a.Daemon.Goroutines-b.Daemon.Goroutines)/n),
-			fmt.Sprintf("%.2f", float64(a.Server.Resident-b.Server.Resident)/n/(1<<20)),
-			fmt.Sprintf("%.1f", float64(a.Server.Descriptors-b.Server.Descriptors)/n),
-			fmt.Sprintf("%.2f", float64(a.HelperBytes-b.HelperBytes)/n/(1<<20))})
-	}
-	return rows
 }
 
 // draw writes the pictures to dir.
