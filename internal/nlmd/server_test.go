@@ -135,7 +135,8 @@ func FuzzServe(f *testing.F) {
 	for _, proc := range []nlm.Proc{nlm.ProcTest, nlm.ProcLock, nlm.ProcCancel, nlm.ProcUnlock} {
 		f.Add(uint32(nlm.Program), uint32(nlm.Version), uint32(proc), nlm.AppendArgs(nil, proc, &a))
 	}
-	f.Add(uint32(ProgramNSM), uint32(VersionNSM), uint32(nsmNotify), sunrpc.AppendUint32(sunrpc.AppendString(nil, "a"), 3))
+	f.Add(uint32(ProgramNSM), uint32(VersionNSM), uint32(nsmNotify),
+		sunrpc.AppendUint32(sunrpc.AppendString(nil, "a"), 3))
 	s := newServer("", 0)
 	f.Fuzz(func(t *testing.T, prog, vers, proc uint32, args []byte) {
 		h := sunrpc.CallHeader{XID: 7, Prog: prog, Vers: vers, Proc: proc}

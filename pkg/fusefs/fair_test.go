@@ -130,9 +130,9 @@ func TestWaitingReadsRaiseKernelBound(t *testing.T) {
 
 // TestWritersContinueInTurn lets writers of several users and files wait for room, and makes room one
 // buffer at a time. A step is "+" and a writer to start: a letter for the user, a digit for the file,
-// and perhaps a letter to tell it from others; "-" and a file that gives one buffer back; "x" and a writer that is interrupted; "!" and
-// a file with which the server becomes busy; or the writers that continue, in their order. "w" after
-// a writer means that it must write without keeping data.
+// and perhaps a letter to tell it from others; "-" and a file that gives one buffer back; "x" and a
+// writer that is interrupted; "!" and a file with which the server becomes busy; or a writer that
+// continues. "w" after such a writer means that it must write without keeping data.
 func TestWritersContinueInTurn(t *testing.T) {
 	for _, c := range []struct{ name, held, steps string }{
 		{"no wait", "11", "+a1 a1 +b2 b2"},
@@ -177,7 +177,8 @@ func TestWritersContinueInTurn(t *testing.T) {
 					ctx, cancel := context.WithCancel(t.Context())
 					defer cancel()
 					cancels[name] = append(cancels[name], cancel)
-					h := &fileHandle{ino: files[name[1]], cred: sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{UID: uint32(name[0])})}
+					cred := sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{UID: uint32(name[0])})
+					h := &fileHandle{ino: files[name[1]], cred: cred}
 					go func() {
 						switch taken, through := fs.getDirty(ctx, h); {
 						case taken:

@@ -72,7 +72,8 @@ var floods = map[string]func(dir string, thread int) (func() error, error){
 				last = last[:0]
 			}
 			i = (i + 31) % floodDirs
-			fd, err := unix.Open(filepath.Join(dir, "dirs", strconv.Itoa(i)), unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+			fd, err := unix.Open(filepath.Join(dir, "dirs", strconv.Itoa(i)),
+				unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 			if err == nil {
 				last = append(last, fd)
 			}
@@ -83,7 +84,8 @@ var floods = map[string]func(dir string, thread int) (func() error, error){
 		fd, err := unix.Open(filepath.Join(dir, "locked"), unix.O_RDWR|unix.O_CLOEXEC, 0)
 		return func() error {
 			for _, kind := range []int16{unix.F_WRLCK, unix.F_UNLCK} {
-				if err := unix.FcntlFlock(uintptr(fd), unix.F_OFD_SETLKW, &unix.Flock_t{Type: kind, Len: 1}); err != nil {
+				lock := unix.Flock_t{Type: kind, Len: 1}
+				if err := unix.FcntlFlock(uintptr(fd), unix.F_OFD_SETLKW, &lock); err != nil {
 					return err
 				}
 			}
@@ -248,8 +250,8 @@ func TestFlood(t *testing.T) {
 		time.Sleep(measure)
 		steps, _, slowest := p.report(t)
 		n, p50, p99 := visitor.report(t)
-		t.Logf("%d threads, %s: %d steps, 99%% %v; %d opens with a read of the other user, median %v, 99%% %v", f.threads,
-			f.kind, steps, slowest, n, p50, p99)
+		t.Logf("%d threads, %s: %d steps, 99%% %v; %d opens with a read of the other user, median %v, 99%% %v",
+			f.threads, f.kind, steps, slowest, n, p50, p99)
 		p.end(t)
 	}
 }
