@@ -41,7 +41,7 @@ func start(t *testing.T) *guest {
 		socket: filepath.Join(t.TempDir(), "share.sock")}
 	kit.Must(t, os.Mkdir(g.export, 0o777))
 	kit.Must(t, os.Chmod(g.export, 0o777))
-	g.server = mounts.ServeDir(t, g.export, "--no-root-squash")
+	g.server = mounts.ServeDir(t, g.export, "--no-root-squash", "--allow-suid")
 	g.serve()
 	g.Guest = lab.Start(t, lab.Options{Provider: lab.None, HostRoot: true, Share: files, Virtiofs: g.socket})
 	g.mount("true")
