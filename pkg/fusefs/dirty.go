@@ -66,8 +66,8 @@ type dirtySet struct {
 	inodes map[*inode]*dirtyFile // files that hold buffers
 	bytes  int64                 // buffers of extents, and buffers that a writer is about to fill
 
-	// Writers that wait until their files may hold more data. Those of a file that holds all that it
-	// may are parked.
+	// Writers that wait for room, and those whose file holds its share. The latter are parked: they
+	// wait until their file holds less.
 	waiters fairqueue.Queue[*dirtyWaiter]
 	parked  map[*inode]*fairqueue.Queue[*dirtyWaiter]
 

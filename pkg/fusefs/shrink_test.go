@@ -79,7 +79,7 @@ func TestForgottenNodesReturnMemory(t *testing.T) {
 }
 
 // BenchmarkNodeMemory reports the memory of a file that the kernel knows: its node, and its name in
-// the caches. It also reports what an open file and a written file take more.
+// the caches. It also reports what an open file and a written file add.
 func BenchmarkNodeMemory(b *testing.B) {
 	const files = 1 << 18
 	for b.Loop() {

@@ -35,8 +35,8 @@ const (
 	floodOpen   = 500 // directories that a thread keeps open
 )
 
-// floods are the kinds of a user of a mount. One begins in a directory and returns what a thread
-// does again and again. Thread 0 begins first.
+// floods are the kinds of work of a user. Each prepares one thread in a directory, and returns the
+// step that the thread repeats. The threads are prepared one after the other.
 var floods = map[string]func(dir string, thread int) (func() error, error){
 	"visit": func(dir string, _ int) (func() error, error) {
 		i := 0

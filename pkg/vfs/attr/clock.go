@@ -64,7 +64,7 @@ func (c *Clock) OnlyRename(start uint64, e Rename) (seen uint64, only bool) {
 	return c.Now(), e.before <= start && c.rename.Load() == e.now
 }
 
-// An Instant is a time of the monotonic clock of this process, in the third of the size of a
+// An Instant is a time of the monotonic clock of this process. It has a third of the size of a
 // time.Time.
 type Instant time.Duration
 
