@@ -23,34 +23,34 @@ var allowed = []struct{ pkg, imports string }{
 		"pkg/verbs/softiwarp"},
 	{"pkg/csi", "pkg/control pkg/mount"},
 	{"test/lab/beside/program", "pkg/control pkg/daemon test/differential"},
-	{"test/differential", "pkg/nfs3/nfsacl"},
+	{"test/differential", "pkg/nfs/nfsacl"},
 	{"pkg/daemon", "internal/fdstore internal/otlp internal/statuspage pkg/control pkg/metrics pkg/mount"},
-	{"pkg/doctor", "internal/rpctcp pkg/control pkg/membuf pkg/mount pkg/nfs3 " +
-		"pkg/nfs3/mountd pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
+	{"pkg/doctor", "internal/rpctcp pkg/control pkg/membuf pkg/mount pkg/nfs/nfs3 " +
+		"pkg/nfs/mountd pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
 	{"pkg/mount", "internal/backoff internal/fdstore internal/loglimit internal/otlp internal/running " +
-		"internal/slotfile pkg/control pkg/front pkg/fusefs pkg/ledger pkg/membuf pkg/metrics pkg/nfs3 " +
-		"pkg/nfs3/mountd pkg/nfs3/nfsacl pkg/nlm " +
+		"internal/slotfile pkg/control pkg/front pkg/fusefs pkg/ledger pkg/membuf pkg/metrics pkg/nfs/nfs3 " +
+		"pkg/nfs/mountd pkg/nfs/nfsacl pkg/nfs/nlm " +
 		"pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/virtiofs pkg/xprt"},
-	{"test/kit/mounts", "test/kit/ganesha test/kit pkg/fusefs pkg/nfs3 pkg/sunrpc"},
-	{"test/kit/ganesha", "internal/rpctcp test/kit pkg/nfs3 pkg/nfs3/mountd pkg/sunrpc"},
+	{"test/kit/mounts", "test/kit/ganesha test/kit pkg/fusefs pkg/nfs/nfs3 pkg/sunrpc"},
+	{"test/kit/ganesha", "internal/rpctcp test/kit pkg/nfs/nfs3 pkg/nfs/mountd pkg/sunrpc"},
 	{"test/kit/server", "internal/nfsserve pkg/verbs/softiwarp"},
 	{"internal/nfsserve", "internal/fairshare internal/nfsd internal/resvport internal/rpctcp internal/svcrdma " +
-		"pkg/nfs3 pkg/sunrpc pkg/verbs"},
-	{"pkg/metrics", "pkg/fusefs pkg/ledger pkg/nlm pkg/stats"},
+		"pkg/nfs/nfs3 pkg/sunrpc pkg/verbs"},
+	{"pkg/metrics", "pkg/fusefs pkg/ledger pkg/nfs/nlm pkg/stats"},
 	{"pkg/xprt", "internal/backoff internal/fairqueue internal/leakcheck internal/running internal/verify " +
 		"pkg/ledger pkg/membuf pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace pkg/verbs"},
-	{"test/kit/hostile", "test/kit pkg/membuf pkg/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs pkg/verbs/faults"},
-	{"internal/nfsd", "internal/nlmd internal/resvport pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm pkg/sunrpc"},
-	{"internal/nlmd", "internal/share pkg/nfs3 pkg/nlm pkg/rangelock pkg/sunrpc"},
+	{"test/kit/hostile", "test/kit pkg/membuf pkg/nfs/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs pkg/verbs/faults"},
+	{"internal/nfsd", "internal/nlmd internal/resvport pkg/nfs/nfs3 pkg/nfs/nfsacl pkg/nfs/nlm pkg/sunrpc"},
+	{"internal/nlmd", "internal/share pkg/nfs/nfs3 pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc"},
 	{"internal/svcrdma", "internal/fairshare pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
 	{"pkg/fusefs", "internal/fairqueue internal/loglimit internal/running internal/share internal/slotfile pkg/front " +
-		"pkg/ledger pkg/membuf pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm pkg/rangelock pkg/sunrpc pkg/vfs/attr"},
+		"pkg/ledger pkg/membuf pkg/nfs/nfs3 pkg/nfs/nfsacl pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc pkg/vfs/attr"},
 	{"pkg/virtiofs", "internal/slotfile pkg/front pkg/ledger"},
-	{"pkg/nlm", "internal/backoff internal/loglimit internal/resvport internal/rpctcp internal/running " +
-		"internal/share internal/slotfile pkg/nfs3 pkg/nfs3/mountd pkg/rangelock pkg/sunrpc"},
+	{"pkg/nfs/nlm", "internal/backoff internal/loglimit internal/resvport internal/rpctcp internal/running " +
+		"internal/share internal/slotfile pkg/nfs/nfs3 pkg/nfs/mountd pkg/nfs/rangelock pkg/sunrpc"},
 	{"pkg/memreg", "internal/verify pkg/membuf pkg/trace pkg/verbs"},
-	{"pkg/nfs3/nfsacl", "pkg/nfs3 pkg/sunrpc"},
-	{"pkg/nfs3/mountd", "internal/resvport internal/rpctcp pkg/nfs3 pkg/sunrpc"},
+	{"pkg/nfs/nfsacl", "pkg/nfs/nfs3 pkg/sunrpc"},
+	{"pkg/nfs/mountd", "internal/resvport internal/rpctcp pkg/nfs/nfs3 pkg/sunrpc"},
 	{"pkg/verbs/faults", "pkg/membuf pkg/verbs"},
 	{"pkg/verbs/rdmacore", "internal/leakcheck pkg/membuf pkg/verbs pkg/verbs/internal/base"},
 	{"pkg/verbs/softiwarp", "internal/leakcheck internal/resvport pkg/verbs pkg/verbs/internal/base"},
@@ -67,7 +67,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/slotfile", "internal/memfd"},
 	{"pkg/front", "internal/memfd internal/oomscore pkg/ledger"},
 	{"pkg/membuf", "internal/fairqueue internal/leakcheck internal/memfd"},
-	{"pkg/nfs3", "pkg/sunrpc"},
+	{"pkg/nfs/nfs3", "pkg/sunrpc"},
 	{"pkg/verbs/internal/base", "internal/leakcheck pkg/verbs"},
 	{"internal/resvport", "internal/loglimit"},
 	{"internal/archtest", ""},
@@ -89,7 +89,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/verify", ""},
 	{"pkg/vfs/attr", ""},
 	{"pkg/ledger", ""},
-	{"pkg/rangelock", ""},
+	{"pkg/nfs/rangelock", ""},
 	{"pkg/rpcrdma", ""},
 	{"pkg/stats", ""},
 	{"pkg/sunrpc", ""},

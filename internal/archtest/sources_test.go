@@ -105,8 +105,8 @@ func TestDescriptorsCloseOnExec(t *testing.T) {
 }
 
 // timedPackages have timeouts on which calls of a mount depend.
-var timedPackages = []string{"internal/rpctcp", "internal/running", "pkg/fusefs", "pkg/memreg", "pkg/mount", "pkg/nfs3",
-	"pkg/nfs3/mountd", "pkg/nfs3/nfsacl", "pkg/nlm", "pkg/verbs/rdmacore", "pkg/verbs/softiwarp", "pkg/xprt"}
+var timedPackages = []string{"internal/rpctcp", "internal/running", "pkg/fusefs", "pkg/memreg", "pkg/mount", "pkg/nfs/nfs3",
+	"pkg/nfs/mountd", "pkg/nfs/nfsacl", "pkg/nfs/nlm", "pkg/verbs/rdmacore", "pkg/verbs/softiwarp", "pkg/xprt"}
 
 // wallClock matches the methods and functions of package time whose results have no reading of the
 // monotonic clock. A time computed with them jumps when the clock of the host is set.
@@ -122,7 +122,7 @@ func TestTimeoutsUseMonotonicClock(t *testing.T) {
 			continue
 		}
 		for _, call := range wallClock.FindAllString(text, -1) {
-			if found++; file != "pkg/nfs3/types.go" && !strings.HasPrefix(call, ".Unix(1, 0)") {
+			if found++; file != "pkg/nfs/nfs3/types.go" && !strings.HasPrefix(call, ".Unix(1, 0)") {
 				t.Errorf("%s: %s has no reading of the monotonic clock; use time.Now, Since and Sub", file, call)
 			}
 		}

@@ -9,7 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
 // nameOf checks that a filename3 is one path element (RFC 1813 §2.5) and returns it.

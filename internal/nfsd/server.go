@@ -21,7 +21,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nlmd"
 	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
 // MaxIO is the largest READ and WRITE in bytes (rtmax and wtmax).

@@ -3,7 +3,7 @@ package nfsd
 import (
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
 // statusOf maps an error number to a status of RFC 1813 §2.6. Numbers that have no status become

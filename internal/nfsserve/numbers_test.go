@@ -5,7 +5,7 @@ import (
 	"syscall"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsd"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
 // Numbers of the protocols beside NFS (RFC 1813 §5, RFC 1833 §3).

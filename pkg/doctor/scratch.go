@@ -9,7 +9,7 @@ import (
 	"syscall"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
 const (

@@ -7,7 +7,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
 )
 
 // A program such as ls -l lists a part of a directory, then asks for the ACL of each listed file,

@@ -7,7 +7,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
 // A server answers NFS3ERR_JUKEBOX when a call for one object would take long, for example while

@@ -7,7 +7,7 @@ import (
 	"slices"
 	"syscall"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
 const (

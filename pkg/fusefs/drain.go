@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
 // A Loss is data that a program wrote and that is not known to be on stable storage.

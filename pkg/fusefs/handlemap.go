@@ -3,7 +3,7 @@ package fusefs
 import (
 	"hash/maphash"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
 // A handleMap finds nodes by file handle. Its keys are hashes: a map with handles as keys would need

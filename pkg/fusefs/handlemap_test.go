@@ -4,7 +4,7 @@ import (
 	"math/rand/v2"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
 // TestHandleMap compares a handleMap, in which many handles have the same hash, with a map of

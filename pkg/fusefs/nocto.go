@@ -1,7 +1,7 @@
 package fusefs
 
 import (
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 )
 

@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
 // unknownPages is the state of the kernel's cached pages of a file after a restart. It equals no

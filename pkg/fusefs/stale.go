@@ -1,6 +1,6 @@
 package fusefs
 
-import "github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+import "github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 
 // A call by path can meet a directory whose handle is stale, because the server has another
 // directory at that path now. The daemon returns ESTALE, and the kernel walks the path again with a

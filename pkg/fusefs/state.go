@@ -10,8 +10,8 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/share"
 	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 )
 
 // stateSchema is the version of the records below. A change of a record, or of what it means, needs

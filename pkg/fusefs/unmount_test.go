@@ -14,7 +14,7 @@ import (
 
 	"github.com/moby/sys/mountinfo"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
 // abortConnection ends the mount's connection through the control file system, as an administrator

@@ -3,7 +3,7 @@ package fusefs
 import (
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
 // A program that walks a large directory, for example find(1), du(1) or rsync(1), uses the

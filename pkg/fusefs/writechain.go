@@ -4,7 +4,7 @@ import (
 	"cmp"
 	"hash/maphash"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
 // Several WRITEs of a file are in flight at the same time. The server executes them in any order,

@@ -8,7 +8,7 @@ import (
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 

@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/ganesha"

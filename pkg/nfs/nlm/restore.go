@@ -1,0 +1,288 @@
+package nlm
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"syscall"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+)
+
+// An interrupted is a file about which an earlier process had requests without results. Its turn is
+// taken until they are settled.
+type interrupted struct {
+	f        *file
+	requests []*keptRequest
+	stale    []*journalEntry // owners that are in the journal only
+}
+
+// A keptRequest is a LOCK or UNLOCK that an earlier process may have sent.
+type keptRequest struct {
+	in   *intent
+	o    *owner
+	cred []byte
+	l    Lock
+}
+
+// restoreState restores what an earlier process recorded. It precedes all requests.
+func (c *Client) restoreState() {
+	s := c.cfg.State
+	if s == nil {
+		return
+	}
+	var err error
+	if c.cfg.Caller, err = s.identity(&c.instance, c.cfg.Caller); err != nil {
+		c.log.Error("locks fail with ENOLCK: cannot record the identity of this client", "error", err)
+		return
+	}
+	kept, invalid, err := s.load()
+	if err != nil || invalid > 0 {
+		c.log.Error("some locks are not restored: records are not valid", "server", c.cfg.Host, "records", invalid,
+			"error", err)
+	}
+	for _, k := range kept {
+		c.restoreHolder(k)
+	}
+	c.restoreJournal()
+	if len(kept) > 0 || len(c.interrupted) > 0 {
+		if len(kept) > 0 {
+			c.link.expect()
+		}
+		c.restored = true
+		c.restoring.Add(1)
+		c.log.Info("locks restored", "server", c.cfg.Host, "locks", c.Counters.Held.Load(),
+			"lost", c.Counters.Lost.Load(), "files_with_requests", len(c.interrupted))
+	}
+}
+
+// restoreHolder restores the locks and the requests of one owner of a file.
+func (c *Client) restoreHolder(k *keptHolder) {
+	id, rec := k.key.id, &k.h.rec
+	if c.mu.owners[id] == nil {
+		c.mu.svids[rec.svid] = struct{}{}
+		c.mu.owners[id] = c.newOwner(rec.svid)
+	}
+	o, f := c.getOwner(id), c.getFile(k.key.fh)
+	defer c.putOwner(id)
+	defer c.putFile(f)
+	_ = c.change(f, &tableChange{id: id, end: maxOffset, cred: rec.cred, all: true, do: func() {
+		for _, r := range k.rows {
+			switch l := r.rec.lock(id); r.rec.kind {
+			case rangeHeld:
+				f.lost.Clear(id, l.Start, l.End)
+				f.locks.Set(l)
+			case rangeLost:
+				f.locks.Clear(id, l.Start, l.End)
+				f.lost.Set(l)
+			case rangeUnlock: // the program asked for it
+				f.locks.Clear(id, l.Start, l.End)
+				f.lost.Clear(id, l.Start, l.End)
+			}
+		}
+	}})
+	if f.has(id) {
+		f.creds[id] = rec.cred
+	}
+	for _, l := range slices.Concat(f.locks.Owned(id, 0, maxOffset), f.lost.Owned(id, 0, maxOffset)) {
+		c.kept[openKey{f.fh, l.Open}] = struct{}{}
+	}
+	if f.lost.Has(id) {
+		c.Counters.Lost.Add(uint64(len(f.lost.Owned(id, 0, maxOffset))))
+	}
+	for _, r := range k.rows {
+		if r.rec.kind.intent() {
+			c.getOwner(id)
+			x := c.interrupt(f)
+			x.requests = append(x.requests, &keptRequest{in: &intent{key: k.key, h: k.h, row: r}, o: o,
+				cred: rec.cred, l: r.rec.lock(id)})
+		}
+	}
+	c.cfg.Service.journalOf().add(c.journalEntryOf(f, o, rec.cred))
+}
+
+// interrupt takes the turn of a file until its requests are settled.
+func (c *Client) interrupt(f *file) *interrupted {
+	x := c.interrupted[f]
+	if x == nil {
+		x = &interrupted{f: c.getFile(f.fh)}
+		_ = f.acquire(context.Background()) // it is free before the first request
+		c.interrupted[f] = x
+	}
+	return x
+}
+
+// restoreJournal takes the entries of the journal that belong to this client. The server may still
+// have locks of owners that the State does not have anymore.
+func (c *Client) restoreJournal() {
+	j := c.cfg.Service.journalOf()
+	for _, e := range j.claim(c.cfg.Host, c.instance[:]) {
+		fh, ok := validFH(e.FH)
+		if !ok {
+			j.remove(e.key())
+			continue
+		}
+		f := c.getFile(fh)
+		x := c.interrupt(f)
+		x.stale = append(x.stale, e)
+		c.putFile(f)
+	}
+}
+
+// finishRestore reclaims the restored locks as after a lost connection, and then settles the
+// requests of the earlier process.
+func (c *Client) finishRestore() {
+	if !c.restored {
+		return
+	}
+	c.reclaimAll(restart{reason: "restart of this daemon"}, c.interrupted)
+	for _, x := range c.interrupted {
+		c.restoring.Add(1)
+		c.work.Go(func() {
+			defer c.restoring.Done()
+			c.settleKept(x)
+		})
+	}
+	c.interrupted = nil
+	c.restoring.Done()
+}
+
+// settleKept makes the state of the server that of the tables for requests of an earlier process.
+func (c *Client) settleKept(x *interrupted) {
+	f := x.f
+	defer c.putFile(f)
+	defer f.release()
+	for _, e := range x.stale {
+		o := &owner{svid: e.SVID, oh: e.OH}
+		if c.unlockCall(c.ctx, f, o, e.Cred, Owner{}, 0, maxOffset) == nil && !c.detached.Load() {
+			c.cfg.Service.journalOf().remove(e.key())
+		}
+	}
+	for _, r := range x.requests {
+		if r.in.row.rec.kind == rangeLock && r.in.row.rec.wait {
+			_, _ = c.callServer(c.ctx, f, ProcCancel, r.cred, c.args(f, r.o, &r.l, true))
+		}
+		err := c.restore(c.ctx, f, r.o, r.cred, &r.l, func(part Lock) error {
+			c.relock(f, r.o, part)
+			return nil
+		})
+		if err == nil && c.ctx.Err() == nil {
+			c.withdraw(f, r.l.Owner, r.in)
+		} else {
+			c.settleLater(&request{f: f, o: r.o, cred: r.cred, l: r.l, wait: r.in.row.rec.wait, in: r.in},
+				c.times.settle)
+		}
+		c.putOwner(r.l.Owner)
+	}
+}
+
+// parts divides a lock at the ends of the interrupted requests of its owner: the server may have
+// another lock there, and another client may have got a part.
+func (x *interrupted) parts(l Lock) []Lock {
+	parts := []Lock{l}
+	if x == nil {
+		return parts
+	}
+	for _, r := range x.requests {
+		if r.l.Owner != l.Owner {
+			continue
+		}
+		var next []Lock
+		for _, part := range parts {
+			for _, from := range []uint64{r.l.Start, r.l.End + 1} {
+				if part.Start < from && from <= part.End {
+					left := part
+					left.End, part.Start = from-1, from
+					next = append(next, left)
+				}
+			}
+			next = append(next, part)
+		}
+		parts = next
+	}
+	return parts
+}
+
+// ReleaseStale releases, in the background, the restored locks of open files for which isOpen
+// returns false, lost ones too. Call ReleaseStale once, after all open files are known and before
+// new requests. It calls isOpen before it returns.
+func (c *Client) ReleaseStale(isOpen func(fh nfs3.FH, open uint64) bool) {
+	kept := c.kept
+	c.kept = nil
+	ended, cancel := context.WithCancel(context.Background())
+	cancel()
+	for key := range kept {
+		if !isOpen(key.fh, key.open) {
+			_ = c.ReleaseOpen(ended, key.fh, key.open)
+		}
+	}
+}
+
+// Detach ends the client without a call to the server and without a change of its State, as the end
+// of the process would. Calls in progress return EINTR. The next client with the State has the
+// locks. Detach replaces Close. Afterwards the file of the State may be closed.
+func (c *Client) Detach() {
+	c.mu.Lock()
+	closed := c.mu.closed
+	c.mu.closed = true
+	c.mu.Unlock()
+	if closed {
+		return
+	}
+	c.cfg.State.end()
+	c.detached.Store(true)
+	c.cancel()
+	c.work.Wait()
+	if c.cfg.Service != nil {
+		c.cfg.Service.leave(c)
+	}
+	c.link.close()
+}
+
+// begin records a request that is about to be sent. The error is ENOLCK when there is no room for
+// the record, or EINTR after Detach.
+func (c *Client) begin(f *file, o *owner, cred []byte, l *Lock, kind rangeKind, wait bool) (*intent, error) {
+	rec := newRange(kind, l)
+	rec.wait = wait
+	in, err := c.cfg.State.begin(keyOf(f, l.Owner), o, cred, rec, f.spare(l.Owner, l.Start, l.End))
+	return in, c.recordError(err)
+}
+
+// recordError converts an error of the State, which it logs once.
+func (c *Client) recordError(err error) error {
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, errStateEnded):
+		return syscall.EINTR
+	}
+	if !c.stateLogged.Swap(true) {
+		c.log.Error("some locks fail with ENOLCK: cannot record them for a restart of this daemon", "error", err)
+	}
+	return syscall.ENOLCK
+}
+
+// withdraw forgets a request that left no lock at the server. The caller has the turn.
+func (c *Client) withdraw(f *file, id Owner, in *intent) {
+	if c.cfg.State.withdraw(in) {
+		c.forget(f, id)
+	}
+}
+
+// spare returns the number of additional records that a change of a range may need.
+func (f *file) spare(id Owner, start, end uint64) int {
+	if f.locks.Splits(id, start, end) || f.lost.Splits(id, start, end) {
+		return 1
+	}
+	return 0
+}
+
+// unlockIntent records an UNLOCK. Without room for the record, UNLOCK is sent nevertheless if it
+// only removes records: an earlier lock is better restored than kept forever.
+func (c *Client) unlockIntent(f *file, o *owner, cred []byte, l *Lock) (*intent, error) {
+	in, err := c.begin(f, o, cred, l, rangeUnlock, false)
+	if err == syscall.ENOLCK && f.spare(l.Owner, l.Start, l.End) == 0 {
+		return nil, nil
+	}
+	return in, err
+}

@@ -1,0 +1,510 @@
+package nlm
+
+import (
+	"bytes"
+	"cmp"
+	"errors"
+	"slices"
+	"sort"
+	"sync"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/rangelock"
+)
+
+// Tables of a State.
+const (
+	clientTable = "lockclient" // one record: the identity of the client
+	ownerTable  = "lockowners" // one record for each owner with locks or requests of a file
+	rangeTable  = "lockranges" // one record for each range that is locked, lost or requested
+)
+
+// extraSlots are the slots above maxLocks, for requests that are not complete: each has its record,
+// and at most one spare slot.
+const extraSlots = 2 * maxWaiters
+
+// StateTables returns the tables that a State needs in a slotfile. Their names begin with "lock".
+func StateTables() []slotfile.TableSpec {
+	return []slotfile.TableSpec{
+		{Name: clientTable, RecordBytes: clientBytes, MaxSlots: 1},
+		{Name: ownerTable, RecordBytes: ownerBytes, MaxSlots: maxLocks + extraSlots},
+		{Name: rangeTable, RecordBytes: rangeBytes, MaxSlots: maxLocks + extraSlots},
+	}
+}
+
+// Errors of a State.
+var (
+	errStateEnded = errors.New("the client is detached")
+	errCredSize   = errors.New("credential is too large to be recorded")
+)
+
+// A State keeps the locks of one Client in a file that survives the process. Only one Client may
+// use it. A nil *State is valid and keeps nothing.
+//
+// A record of a held or lost range takes effect with one Put. The records that it replaces are
+// shortened or removed afterwards. Until then the record with the higher sequence number is valid.
+// So the next process finds the locks before or after each change, and nothing between.
+type State struct {
+	client, owners, ranges *slotfile.Table
+
+	mu      sync.Mutex // guards the fields below and the tables
+	ended   bool       // the tables must not be used anymore
+	named   bool       // the client table has its record
+	seq     uint64     // of the last record of a range
+	holders map[lockKey]*holder
+
+	step func() // for tests: runs after each change of the table of ranges
+}
+
+// A holder is an owner with records of one file.
+type holder struct {
+	slot    slotfile.Slot
+	rec     ownerRecord
+	rows    []row // held and lost ranges, ordered by start
+	partial bool  // rows may differ from the tables: a record has no slot, or the holder is new
+	intents int
+}
+
+// A row is a record of a range and its place.
+type row struct {
+	slot slotfile.Slot
+	rec  rangeRecord
+}
+
+// An intent is the record of a request whose result the client does not know yet. A nil *intent is
+// valid: nothing is recorded.
+type intent struct {
+	key   lockKey
+	h     *holder
+	row   row
+	spare []slotfile.Slot // for the records that the result needs
+}
+
+// NewState returns the State in an open file. The tables of the file must include StateTables;
+// otherwise NewState panics. The caller closes the file after Client.Close or Client.Detach.
+func NewState(f *slotfile.File) *State {
+	s := &State{client: f.Table(clientTable), owners: f.Table(ownerTable), ranges: f.Table(rangeTable),
+		holders: make(map[lockKey]*holder)}
+	if s.client == nil || s.owners == nil || s.ranges == nil {
+		panic("nlm: the file does not have the tables of StateTables")
+	}
+	return s
+}
+
+// end makes all later changes fail, so that the file may be closed.
+func (s *State) end() {
+	if s == nil {
+		return
+	}
+	s.mu.Lock()
+	s.ended = true
+	s.mu.Unlock()
+}
+
+// begin records that a request about a range is about to be sent, and reserves slots for its
+// result. kind is rangeLock or rangeUnlock. An error changes nothing.
+func (s *State) begin(key lockKey, o *owner, cred []byte, rec rangeRecord, spare int) (*intent, error) {
+	if s == nil {
+		return nil, nil
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.ended {
+		return nil, errStateEnded
+	}
+	slot, err := s.ranges.Alloc()
+	if err != nil {
+		return nil, err
+	}
+	in := &intent{key: key, row: row{slot: slot, rec: rec}}
+	if err := s.fill(in, spare); err != nil {
+		s.drop(in)
+		return nil, err
+	}
+	if in.h, err = s.holder(key, o, cred); err != nil {
+		s.drop(in)
+		return nil, err
+	}
+	in.h.intents++
+	in.row.rec.owner = in.h.slot
+	s.put(&in.row)
+	return in, nil
+}
+
+// reserve makes the spare slots of an intent at least n.
+func (s *State) reserve(in *intent, n int) error {
+	if in == nil {
+		return nil
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.ended {
+		return errStateEnded
+	}
+	return s.fill(in, n)
+}
+
+// fill allocates spare slots. The caller holds mu.
+func (s *State) fill(in *intent, n int) error {
+	for len(in.spare) < n {
+		slot, err := s.ranges.Alloc()
+		if err != nil {
+			return err
+		}
+		in.spare = append(in.spare, slot)
+	}
+	return nil
+}
+
+// holder returns the holder of key, which it records if necessary. The caller holds mu.
+func (s *State) holder(key lockKey, o *owner, cred []byte) (*holder, error) {
+	if h := s.holders[key]; h != nil {
+		return h, nil
+	}
+	if !s.named {
+		return nil, slotfile.ErrFull
+	}
+	if len(cred) > maxCred {
+		return nil, errCredSize
+	}
+	slot, err := s.owners.Alloc()
+	if err != nil {
+		return nil, err
+	}
+	h := &holder{slot: slot, partial: true,
+		rec: ownerRecord{fh: key.fh, id: key.id, svid: o.svid, cred: bytes.Clone(cred)}}
+	s.owners.Put(slot, h.rec.encode())
+	s.holders[key] = h
+	return h, nil
+}
+
+// put writes the record of a row with the next sequence number. The caller holds mu.
+func (s *State) put(r *row) {
+	s.seq++
+	r.rec.seq = s.seq
+	s.ranges.Put(r.slot, r.rec.encode())
+	s.stepped()
+}
+
+// free removes the record of a range. The caller holds mu.
+func (s *State) free(slot slotfile.Slot) {
+	s.ranges.Free(slot)
+	s.stepped()
+}
+
+func (s *State) stepped() {
+	if s.step != nil {
+		s.step()
+	}
+}
+
+// drop frees the slots of an intent, and its holder if nothing else is recorded about it. The
+// caller holds mu.
+func (s *State) drop(in *intent) {
+	s.free(in.row.slot)
+	s.dropSpare(in)
+	if in.h != nil {
+		in.h.intents--
+		s.dropHolder(in.key, in.h)
+	}
+}
+
+func (s *State) dropSpare(in *intent) {
+	for _, slot := range in.spare {
+		s.free(slot)
+	}
+	in.spare = nil
+}
+
+func (s *State) dropHolder(key lockKey, h *holder) {
+	if s.holders[key] == h && h.intents == 0 && len(h.rows) == 0 {
+		s.owners.Free(h.slot)
+		delete(s.holders, key)
+	}
+}
+
+// withdraw removes an intent: the server has what the records of held ranges say. It returns false
+// after end.
+func (s *State) withdraw(in *intent) bool {
+	if s == nil || in == nil {
+		return true
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.ended {
+		return false
+	}
+	s.drop(in)
+	return true
+}
+
+// A stateChange is a change of the locks of an owner of a file, held and lost ones, from start to
+// end. The tables of the file have the locks after the change.
+type stateChange struct {
+	f          *file
+	id         Owner
+	o          *owner
+	start, end uint64
+	cred       []byte  // nil: unchanged
+	in         *intent // the request that the change completes; nil for none
+	all        bool    // write all records again
+}
+
+// apply records a change. It returns false after end. The error means that some records have no
+// slot: the records then are those of before the change for a part of the ranges.
+func (s *State) apply(c *stateChange) (ok bool, err error) {
+	if s == nil {
+		return true, nil
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.ended {
+		return false, nil
+	}
+	key := keyOf(c.f, c.id)
+	h := s.holders[key]
+	if h == nil {
+		if !c.f.has(c.id) {
+			return true, nil
+		}
+		if h, err = s.holder(key, c.o, c.cred); err != nil {
+			return true, err
+		}
+	}
+	if c.cred != nil && len(c.cred) <= maxCred && !bytes.Equal(c.cred, h.rec.cred) {
+		h.rec.cred = bytes.Clone(c.cred)
+		s.owners.Put(h.slot, h.rec.encode())
+	}
+	err = s.rewrite(h, c)
+	if in := c.in; in != nil {
+		if in.row.rec.kind == rangeLock { // rewrite has used or freed its slot
+			h.intents--
+		} else {
+			s.drop(in)
+		}
+		s.dropSpare(in)
+	}
+	s.dropHolder(key, h)
+	return true, err
+}
+
+// rewrite makes the rows of h those of the tables. At each point, the rows in the order of their
+// sequence numbers give the ranges of before or after the change. The caller holds mu.
+//
+// A change can only change rows that overlap its range or are adjacent to it: rewrite compares no
+// others, so that its time does not grow with the number of locks.
+func (s *State) rewrite(h *holder, c *stateChange) error {
+	start, end := c.start, c.end
+	if c.all || h.partial {
+		start, end = 0, maxOffset
+	}
+	from := sort.Search(len(h.rows), func(i int) bool { return h.rows[i].rec.end+1 >= start })
+	to := sort.Search(len(h.rows), func(i int) bool { return h.rows[i].rec.start > end+1 })
+	target := rangesOf(c.f, c.id, start, end)
+	p := &placing{s: s, h: h, in: c.in}
+	var old []row
+	force := func(*rangeRecord) bool { return c.all }
+	if c.in != nil && c.in.row.rec.kind == rangeLock {
+		// The row of the request comes first: it becomes the new lock, which replaces others.
+		old = append(old, c.in.row)
+		force = func(r *rangeRecord) bool { return c.all || r.overlaps(&c.in.row.rec) } // a later number
+	}
+	i := 0
+	for _, r := range h.rows[from:to] {
+		for i < len(target) && target[i].start < r.rec.start {
+			p.todo = append(p.todo, target[i])
+			i++
+		}
+		if i < len(target) && target[i].same(&r.rec) && !force(&r.rec) {
+			p.done = append(p.done, r)
+			i++
+			continue
+		}
+		old = append(old, r)
+	}
+	p.todo = append(p.todo, target[i:]...)
+	for i := range old {
+		p.replace(&old[i])
+	}
+	for len(p.todo) > 0 && p.err == nil {
+		p.useSpare(0)
+	}
+	slices.SortFunc(p.done, func(a, b row) int { return cmp.Compare(a.rec.start, b.rec.start) })
+	h.rows = slices.Replace(h.rows, from, to, p.done...)
+	h.partial = p.err != nil
+	return p.err
+}
+
+// A placing puts records into slots.
+type placing struct {
+	s    *State
+	h    *holder
+	in   *intent
+	todo []rangeRecord // without a slot
+	done []row
+	err  error
+}
+
+// replace frees the slot of an old row, or gives it to a new record in the range of the row, after
+// all other new records in this range have a slot.
+func (p *placing) replace(old *row) {
+	if p.err != nil {
+		p.done = append(p.done, *old)
+		return
+	}
+	last := -1
+	for i := 0; i < len(p.todo) && p.todo[i].start <= old.rec.end; i++ {
+		if !p.todo[i].overlaps(&old.rec) {
+			continue
+		}
+		if last >= 0 {
+			if p.useSpare(last); p.err != nil {
+				break
+			}
+			i-- // the list is shorter
+		}
+		last = i
+	}
+	switch {
+	case p.err != nil:
+		p.done = append(p.done, *old) // its range may have no other record
+	case last >= 0:
+		p.use(last, old.slot)
+	default:
+		p.s.free(old.slot)
+	}
+}
+
+func (p *placing) useSpare(i int) {
+	var slot slotfile.Slot
+	if in := p.in; in != nil && len(in.spare) > 0 {
+		slot, in.spare = in.spare[len(in.spare)-1], in.spare[:len(in.spare)-1]
+	} else if slot, p.err = p.s.ranges.Alloc(); p.err != nil {
+		return
+	}
+	p.use(i, slot)
+}
+
+// use writes record i of the list into a slot.
+func (p *placing) use(i int, slot slotfile.Slot) {
+	r := row{slot, p.todo[i]}
+	r.rec.owner = p.h.slot
+	p.s.put(&r)
+	p.done = append(p.done, r)
+	if i == 0 { // the usual case, without a move of the others
+		p.todo = p.todo[1:]
+	} else {
+		p.todo = slices.Delete(p.todo, i, i+1)
+	}
+}
+
+// identity returns the identity of the client that the file has. If there is none, it records the
+// one that the arguments give.
+func (s *State) identity(instance *[8]byte, caller string) (kept string, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	kept = caller
+	err = s.client.Each(func(_ slotfile.Slot, b []byte) {
+		if r, ok := decodeClient(b); ok {
+			*instance, kept, s.named = r.instance, r.caller, true
+		}
+	})
+	if err != nil || s.named {
+		return kept, err
+	}
+	if len(caller) > maxName {
+		return kept, errors.New("name of this host is too long")
+	}
+	slot, err := s.client.Alloc()
+	if err != nil {
+		return kept, err
+	}
+	s.client.Put(slot, (&clientRecord{*instance, caller}).encode())
+	s.named = true
+	return kept, nil
+}
+
+// A keptHolder has the records of a holder that an earlier process left.
+type keptHolder struct {
+	key  lockKey
+	h    *holder
+	rows []row // of all kinds, in the order of their sequence numbers
+}
+
+// load returns what an earlier process recorded. It removes records that are not valid or not
+// complete, and returns the number of invalid ones.
+func (s *State) load() (kept []*keptHolder, invalid int, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	bySlot := make(map[slotfile.Slot]*keptHolder)
+	svids, ids := make(map[uint32]Owner), make(map[Owner]uint32)
+	err = s.owners.Each(func(slot slotfile.Slot, b []byte) {
+		rec, ok := decodeOwner(b)
+		key := lockKey{rec.fh, rec.id}
+		id, svidUsed := svids[rec.svid]
+		svid, idUsed := ids[rec.id]
+		if !ok || s.holders[key] != nil || svidUsed && id != rec.id || idUsed && svid != rec.svid {
+			invalid++
+			s.owners.Free(slot)
+			return
+		}
+		svids[rec.svid], ids[rec.id] = rec.id, rec.svid
+		k := &keptHolder{key: key, h: &holder{slot: slot, rec: rec}}
+		bySlot[slot], s.holders[key] = k, k.h
+	})
+	if err != nil {
+		return nil, invalid, err
+	}
+	err = s.ranges.Each(func(slot slotfile.Slot, b []byte) {
+		rec, ok := decodeRange(b)
+		k := bySlot[rec.owner]
+		if !ok || k == nil {
+			invalid++
+			s.free(slot)
+			return
+		}
+		s.seq = max(s.seq, rec.seq)
+		k.rows = append(k.rows, row{slot, rec})
+	})
+	for _, k := range bySlot {
+		slices.SortFunc(k.rows, func(a, b row) int { return cmp.Compare(a.rec.seq, b.rec.seq) })
+		for _, r := range k.rows {
+			if r.rec.kind.intent() {
+				k.h.intents++
+			} else {
+				k.h.rows = append(k.h.rows, r)
+			}
+		}
+		if len(k.rows) == 0 {
+			s.dropHolder(k.key, k.h)
+			continue
+		}
+		slices.SortFunc(k.h.rows, func(a, b row) int { return cmp.Compare(a.rec.start, b.rec.start) })
+		kept = append(kept, k)
+	}
+	return kept, invalid, err
+}
+
+// rangesOf returns the records of the locks of an owner of a file, held and lost ones, that overlap
+// the bytes start to end or are adjacent to them.
+func rangesOf(f *file, id Owner, start, end uint64) []rangeRecord {
+	var all []rangeRecord
+	add := func(t *rangelock.Table[Owner], kind rangeKind) {
+		for _, l := range t.Touching(id, start, end) {
+			all = append(all, newRange(kind, &l))
+		}
+	}
+	add(&f.locks, rangeHeld)
+	add(&f.lost, rangeLost)
+	slices.SortFunc(all, func(a, b rangeRecord) int { return cmp.Compare(a.start, b.start) })
+	return all
+}
+
+func keyOf(f *file, id Owner) lockKey { return lockKey{f.fh, id} }
+
+// validFH reports whether b is a file handle.
+func validFH(b []byte) (nfs3.FH, bool) {
+	fh, err := nfs3.NewFH(b)
+	return fh, err == nil && len(b) > 0
+}
