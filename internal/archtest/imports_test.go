@@ -16,10 +16,10 @@ const module = "github.com/nfsrdmad/nfsrdmad/"
 // allowed lists, for each package, the packages of this module that its non-test files may import,
 // from the top layer down. Packages without a line import none.
 var allowed = []struct{ pkg, imports string }{
-	{"cmd/nfsrdmad", "internal/bench internal/demo internal/fdstore internal/nfsserve internal/screen " +
-		"internal/statview internal/svcrdma pkg/control pkg/csi pkg/daemon pkg/doctor pkg/front pkg/fusefs " +
+	{"cmd/nfsrdmad", "internal/bench internal/demo internal/fdstore internal/server/nfsserve internal/screen " +
+		"internal/statview internal/server/svcrdma pkg/control pkg/csi pkg/daemon pkg/doctor pkg/front pkg/fusefs " +
 		"pkg/mount pkg/verbs/softiwarp"},
-	{"internal/demo", "internal/nfsserve internal/screen pkg/control pkg/daemon pkg/fusefs pkg/mount " +
+	{"internal/demo", "internal/server/nfsserve internal/screen pkg/control pkg/daemon pkg/fusefs pkg/mount " +
 		"pkg/verbs/softiwarp"},
 	{"pkg/csi", "pkg/control pkg/mount"},
 	{"test/lab/beside/program", "pkg/control pkg/daemon test/differential"},
@@ -33,16 +33,16 @@ var allowed = []struct{ pkg, imports string }{
 		"pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/virtiofs pkg/xprt"},
 	{"test/kit/mounts", "test/kit/ganesha test/kit pkg/fusefs pkg/nfs/nfs3 pkg/sunrpc"},
 	{"test/kit/ganesha", "internal/rpctcp test/kit pkg/nfs/nfs3 pkg/nfs/mountd pkg/sunrpc"},
-	{"test/kit/server", "internal/nfsserve pkg/verbs/softiwarp"},
-	{"internal/nfsserve", "internal/fairshare internal/nfsd internal/resvport internal/rpctcp internal/svcrdma " +
+	{"test/kit/server", "internal/server/nfsserve pkg/verbs/softiwarp"},
+	{"internal/server/nfsserve", "internal/fairshare internal/server/nfsd internal/resvport internal/rpctcp internal/server/svcrdma " +
 		"pkg/nfs/nfs3 pkg/sunrpc pkg/verbs"},
 	{"pkg/metrics", "pkg/fusefs pkg/ledger pkg/nfs/nlm pkg/stats"},
 	{"pkg/xprt", "internal/backoff internal/fairqueue internal/leakcheck internal/running internal/verify " +
 		"pkg/ledger pkg/membuf pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace pkg/verbs"},
 	{"test/kit/hostile", "test/kit pkg/membuf pkg/nfs/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs pkg/verbs/faults"},
-	{"internal/nfsd", "internal/nlmd internal/resvport pkg/nfs/nfs3 pkg/nfs/nfsacl pkg/nfs/nlm pkg/sunrpc"},
-	{"internal/nlmd", "internal/share pkg/nfs/nfs3 pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc"},
-	{"internal/svcrdma", "internal/fairshare pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
+	{"internal/server/nfsd", "internal/server/nlmd internal/resvport pkg/nfs/nfs3 pkg/nfs/nfsacl pkg/nfs/nlm pkg/sunrpc"},
+	{"internal/server/nlmd", "internal/share pkg/nfs/nfs3 pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc"},
+	{"internal/server/svcrdma", "internal/fairshare pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
 	{"pkg/fusefs", "internal/fairqueue internal/loglimit internal/running internal/share internal/slotfile pkg/front " +
 		"pkg/ledger pkg/membuf pkg/nfs/nfs3 pkg/nfs/nfsacl pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc pkg/vfs/attr"},
 	{"pkg/virtiofs", "internal/slotfile pkg/front pkg/ledger"},

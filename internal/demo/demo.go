@@ -15,8 +15,8 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"github.com/moby/sys/mountinfo"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/internal/screen"
+	"github.com/nfsrdmad/nfsrdmad/internal/server/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"

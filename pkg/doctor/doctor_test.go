@@ -18,7 +18,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/internal/server/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"

@@ -12,8 +12,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/internal/server/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"

@@ -15,7 +15,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
-	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
+	"github.com/nfsrdmad/nfsrdmad/internal/server/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"

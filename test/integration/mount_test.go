@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/internal/server/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"

@@ -14,8 +14,8 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nlmd"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/internal/server/nlmd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"

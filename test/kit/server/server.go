@@ -13,7 +13,7 @@ import (
 	"os/exec"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/internal/server/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 

@@ -4,7 +4,7 @@ import (
 	"os"
 	"syscall"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfsd"
+	"github.com/nfsrdmad/nfsrdmad/internal/server/nfsd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
