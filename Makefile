@@ -80,7 +80,7 @@ test: deps
 	  -timeout 10m ./... || exit; done
 	# Not possible under the race detector.
 	out=$$(NFSRDMAD_LAB=0 $(GO) test -v -run 'DoNotAllocate$$|^TestFleet$$' -exec $(CURDIR)/test/isolate \
-	  ./pkg/nfs3 ./pkg/front ./pkg/fusefs ./pkg/virtiofs ./pkg/xprt); echo "$$out"; \
+	  ./pkg/nfs/nfs3 ./pkg/fuse/kernel ./pkg/fusefs ./pkg/fuse/virtiofs ./pkg/xprt); echo "$$out"; \
 	  for t in $(NORACE_TESTS); do grep -q "^--- PASS: $$t " <<< "$$out" || { echo "$$t did not pass"; exit 1; }; done
 
 # The Helm chart and the manifests of deploy/kubernetes. Helm takes two minutes to compile.
@@ -143,11 +143,11 @@ soak: test-programs lab
 	NFSRDMAD_LOCK_ROUNDS=12000 $(GO) test -run '^TestLocksExclude' -v -count 1 -exec $(CURDIR)/test/isolate -timeout 2h \
 	  ./test/integration ./test/restart
 	NFSRDMAD_FLOOD=10s $(GO) test -run '^TestFlood$$' -v -count 1 -timeout 1h ./test/integration
-	NFSRDMAD_LOCK_ROUNDS=2000 $(GO) test -run '^TestNoRequestSleepsWithoutCause$$' -v -count 1 -timeout 1h ./pkg/nlm
+	NFSRDMAD_LOCK_ROUNDS=2000 $(GO) test -run '^TestNoRequestSleepsWithoutCause$$' -v -count 1 -timeout 1h ./pkg/nfs/nlm
 	NFSRDMAD_POWER=400 $(GO) test -run '^(TestPowerFailure|TestPowerDaemon)$$' -v -count 1 -timeout 6h \
 	  ./test/integration
 	NFSRDMAD_LAB=1 NFSRDMAD_RESTARTS=20 $(GO) test -v -count 1 -exec $(CURDIR)/test/isolate -timeout 2h ./test/restart
-	NFSRDMAD_VIRTIOFS_KILLS=2000 $(GO) test -run '^TestKillAtSteps$$' -v -count 1 -exec $(CURDIR)/test/isolate -timeout 2h ./pkg/virtiofs
+	NFSRDMAD_VIRTIOFS_KILLS=2000 $(GO) test -run '^TestKillAtSteps$$' -v -count 1 -exec $(CURDIR)/test/isolate -timeout 2h ./pkg/fuse/virtiofs
 	NFSRDMAD_LAB=1 NFSRDMAD_POWER=200 $(GO) test -run '^TestServers$$/softiwarp$$/^power_failures$$' -v -timeout 6h \
 	  -exec $(CURDIR)/test/isolate ./test/lab/knfsd
 

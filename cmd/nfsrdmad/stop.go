@@ -3,10 +3,10 @@ package main
 import (
 	"github.com/spf13/cobra"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/fdstore"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
-	"github.com/nfsrdmad/nfsrdmad/pkg/front"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
+	"github.com/nfsrdmad/nfsrdmad/pkg/keep/fdstore"
 )
 
 const stopHelp = `Stop the daemon, and wait until it has exited.
@@ -55,4 +55,4 @@ func systemError(err error) error {
 }
 
 // runNotifyHelper runs the notify helper.
-func runNotifyHelper() error { return systemError(front.RunHelper()) }
+func runNotifyHelper() error { return systemError(kernel.RunHelper()) }

@@ -16,25 +16,25 @@ const module = "github.com/nfsrdmad/nfsrdmad/"
 // allowed lists, for each package, the packages of this module that its non-test files may import,
 // from the top layer down. Packages without a line import none.
 var allowed = []struct{ pkg, imports string }{
-	{"cmd/nfsrdmad", "internal/bench internal/demo internal/fdstore internal/server/nfsserve internal/screen " +
-		"internal/statview internal/server/svcrdma pkg/control pkg/csi pkg/daemon pkg/doctor pkg/front pkg/fusefs " +
+	{"cmd/nfsrdmad", "internal/bench internal/demo pkg/keep/fdstore internal/server/nfsserve internal/screen " +
+		"internal/statview internal/server/svcrdma pkg/control pkg/csi pkg/daemon pkg/doctor pkg/fuse/kernel pkg/fusefs " +
 		"pkg/mount pkg/verbs/softiwarp"},
 	{"internal/demo", "internal/server/nfsserve internal/screen pkg/control pkg/daemon pkg/fusefs pkg/mount " +
 		"pkg/verbs/softiwarp"},
 	{"pkg/csi", "pkg/control pkg/mount"},
 	{"test/lab/beside/program", "pkg/control pkg/daemon test/differential"},
 	{"test/differential", "pkg/nfs/nfsacl"},
-	{"pkg/daemon", "internal/fdstore internal/otlp internal/statuspage pkg/control pkg/metrics pkg/mount"},
-	{"pkg/doctor", "internal/rpctcp pkg/control pkg/membuf pkg/mount pkg/nfs/nfs3 " +
+	{"pkg/daemon", "pkg/keep/fdstore internal/otlp internal/statuspage pkg/control pkg/metrics pkg/mount"},
+	{"pkg/doctor", "pkg/sunrpc/rpctcp pkg/control pkg/membuf pkg/mount pkg/nfs/nfs3 " +
 		"pkg/nfs/mountd pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
-	{"pkg/mount", "internal/backoff internal/fdstore internal/loglimit internal/otlp internal/running " +
-		"internal/slotfile pkg/control pkg/front pkg/fusefs pkg/ledger pkg/membuf pkg/metrics pkg/nfs/nfs3 " +
+	{"pkg/mount", "internal/backoff pkg/keep/fdstore internal/loglimit internal/otlp internal/running " +
+		"pkg/keep/slotfile pkg/control pkg/fuse/kernel pkg/fusefs pkg/ledger pkg/membuf pkg/metrics pkg/nfs/nfs3 " +
 		"pkg/nfs/mountd pkg/nfs/nfsacl pkg/nfs/nlm " +
-		"pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/virtiofs pkg/xprt"},
+		"pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/fuse/virtiofs pkg/xprt"},
 	{"test/kit/mounts", "test/kit/ganesha test/kit pkg/fusefs pkg/nfs/nfs3 pkg/sunrpc"},
-	{"test/kit/ganesha", "internal/rpctcp test/kit pkg/nfs/nfs3 pkg/nfs/mountd pkg/sunrpc"},
+	{"test/kit/ganesha", "pkg/sunrpc/rpctcp test/kit pkg/nfs/nfs3 pkg/nfs/mountd pkg/sunrpc"},
 	{"test/kit/server", "internal/server/nfsserve pkg/verbs/softiwarp"},
-	{"internal/server/nfsserve", "internal/fairshare internal/server/nfsd internal/resvport internal/rpctcp internal/server/svcrdma " +
+	{"internal/server/nfsserve", "internal/fairshare internal/server/nfsd internal/resvport pkg/sunrpc/rpctcp internal/server/svcrdma " +
 		"pkg/nfs/nfs3 pkg/sunrpc pkg/verbs"},
 	{"pkg/metrics", "pkg/fusefs pkg/ledger pkg/nfs/nlm pkg/stats"},
 	{"pkg/xprt", "internal/backoff internal/fairqueue internal/leakcheck internal/running internal/verify " +
@@ -43,19 +43,19 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/server/nfsd", "internal/server/nlmd internal/resvport pkg/nfs/nfs3 pkg/nfs/nfsacl pkg/nfs/nlm pkg/sunrpc"},
 	{"internal/server/nlmd", "internal/share pkg/nfs/nfs3 pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc"},
 	{"internal/server/svcrdma", "internal/fairshare pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
-	{"pkg/fusefs", "internal/fairqueue internal/loglimit internal/running internal/share internal/slotfile pkg/front " +
+	{"pkg/fusefs", "internal/fairqueue internal/loglimit internal/running internal/share pkg/keep/slotfile pkg/fuse/kernel " +
 		"pkg/ledger pkg/membuf pkg/nfs/nfs3 pkg/nfs/nfsacl pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc pkg/vfs/attr"},
-	{"pkg/virtiofs", "internal/slotfile pkg/front pkg/ledger"},
-	{"pkg/nfs/nlm", "internal/backoff internal/loglimit internal/resvport internal/rpctcp internal/running " +
-		"internal/share internal/slotfile pkg/nfs/nfs3 pkg/nfs/mountd pkg/nfs/rangelock pkg/sunrpc"},
+	{"pkg/fuse/virtiofs", "pkg/keep/slotfile pkg/fuse/kernel pkg/ledger"},
+	{"pkg/nfs/nlm", "internal/backoff internal/loglimit internal/resvport pkg/sunrpc/rpctcp internal/running " +
+		"internal/share pkg/keep/slotfile pkg/nfs/nfs3 pkg/nfs/mountd pkg/nfs/rangelock pkg/sunrpc"},
 	{"pkg/memreg", "internal/verify pkg/membuf pkg/trace pkg/verbs"},
 	{"pkg/nfs/nfsacl", "pkg/nfs/nfs3 pkg/sunrpc"},
-	{"pkg/nfs/mountd", "internal/resvport internal/rpctcp pkg/nfs/nfs3 pkg/sunrpc"},
+	{"pkg/nfs/mountd", "internal/resvport pkg/sunrpc/rpctcp pkg/nfs/nfs3 pkg/sunrpc"},
 	{"pkg/verbs/faults", "pkg/membuf pkg/verbs"},
 	{"pkg/verbs/rdmacore", "internal/leakcheck pkg/membuf pkg/verbs pkg/verbs/internal/base"},
 	{"pkg/verbs/softiwarp", "internal/leakcheck internal/resvport pkg/verbs pkg/verbs/internal/base"},
 	{"pkg/verbs/verbstest", "test/kit pkg/membuf pkg/verbs"},
-	{"internal/rpctcp", "pkg/sunrpc"},
+	{"pkg/sunrpc/rpctcp", "pkg/sunrpc"},
 	{"test/kit/systemd", "test/kit"},
 	{"test/lab/systemd/load", "test/kit"},
 	{"test/kit", "internal/leakcheck internal/resvport internal/verify"},
@@ -63,9 +63,9 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/statview", "pkg/control pkg/stats"},
 	{"internal/otlp", "pkg/control pkg/ledger"},
 	{"pkg/control", "pkg/stats"},
-	{"internal/fdstore", "internal/backoff internal/oomscore"},
-	{"internal/slotfile", "internal/memfd"},
-	{"pkg/front", "internal/memfd internal/oomscore pkg/ledger"},
+	{"pkg/keep/fdstore", "internal/backoff internal/oomscore"},
+	{"pkg/keep/slotfile", "internal/memfd"},
+	{"pkg/fuse/kernel", "internal/memfd internal/oomscore pkg/ledger"},
 	{"pkg/membuf", "internal/fairqueue internal/leakcheck internal/memfd"},
 	{"pkg/nfs/nfs3", "pkg/sunrpc"},
 	{"pkg/verbs/internal/base", "internal/leakcheck pkg/verbs"},
@@ -75,7 +75,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/bench", ""},
 	{"internal/fairshare", ""},
 	{"internal/fairqueue", ""},
-	{"internal/fdstore", ""},
+	{"pkg/keep/fdstore", ""},
 	{"internal/leakcheck", ""},
 	{"internal/loglimit", ""},
 	{"internal/memfd", ""},

@@ -12,7 +12,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/kit/server"
 )
 
-// TestMountedCallsDoNotAllocate counts the allocations of the whole client, from the front to the
+// TestMountedCallsDoNotAllocate counts the allocations of the whole client, from the connection to the
 // transport, for system calls on a mount. The server is another process.
 func TestMountedCallsDoNotAllocate(t *testing.T) {
 	kit.CountsAllocations(t)

@@ -1,4 +1,4 @@
-// Package fusefs serves an NFSv3 file system through package front.
+// Package fusefs serves an NFSv3 file system through package kernel.
 //
 // The package translates the requests of the kernel's FUSE client to NFSv3 procedures (RFC 1813).
 // The package keeps the state of an NFS client: the file handle of each node, cached attributes
@@ -31,7 +31,7 @@
 //	openremove.go the order of an open and a concurrent removal of the same file
 //	file.go       open, flush, fsync, release: close-to-open consistency
 //	create.go     CREATE, and the open of a file that another client created first
-//	read.go       READ into memory of the front, or into a buffer that the front gives to the kernel
+//	read.go       READ into memory of the connection, or into a buffer that the connection gives to the kernel
 //	pieces.go     data of a READ or WRITE in several pieces
 //	writebackcache.go writes that the kernel gathers in its pages
 //	write.go      write-behind: extents, WRITE

@@ -35,7 +35,7 @@ func (fs *FS) checkFailed() {
 	}
 }
 
-// panicked is the panic handler of the front. It runs on the goroutine of a request that panicked.
+// panicked is the panic handler of the connection. It runs on the goroutine of a request that panicked.
 func (fs *FS) panicked(v any) fuse.Status {
 	if v != errFailed {
 		fs.fail(v)

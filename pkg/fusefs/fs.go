@@ -12,7 +12,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/front"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
@@ -77,7 +77,7 @@ type Options struct {
 	// DirtyBytes and some reads. A pool that the caller supplies is closed by the caller, after
 	// FS.Close.
 	Buffers *membuf.Pool
-	// ReadInPlace lets the data of a READ arrive in memory of the front, without a buffer. The
+	// ReadInPlace lets the data of a READ arrive in memory of the connection, without a buffer. The
 	// transport of the client must be able to read into any memory.
 	ReadInPlace bool
 	// DirtyExpire is the age after which the data of open files is written to stable storage. 0
@@ -170,8 +170,8 @@ type FS struct {
 	users      soleUser
 	mountDir   atomic.Pointer[string] // path of the mount point
 	busyReads  busyReads
-	device     atomic.Pointer[front.Device] // nil before the mount
-	expireOnly atomic.Bool                  // the kernel can expire names
+	device     atomic.Pointer[kernel.Device] // nil before the mount
+	expireOnly atomic.Bool                   // the kernel can expire names
 	expiry     nameExpiry
 
 	handles struct {
@@ -376,7 +376,7 @@ func (fs *FS) SetDebug(bool) {}
 // Disconnected ends the requests in progress after the kernel has ended the connection.
 func (fs *FS) Disconnected() { fs.interrupts.disconnect() }
 
-// Warn implements front.FileSystem.
+// Warn implements kernel.FileSystem.
 func (fs *FS) Warn(msg string, args ...any) { warner(fs.opts.Warn).Warn(msg, args...) }
 
 // A warner is Options.Warn. It may be nil.
@@ -405,7 +405,7 @@ func (fs *FS) Forget(id, nlookup uint64) {
 
 // releaseAll closes the files and directories of a node that the kernel has forgotten. The kernel
 // forgets a node after the RELEASEs of its files. A RELEASE can be lost when the process is killed,
-// see front.DevFuse.KeepRequests.
+// see kernel.DevFuse.KeepRequests.
 func (fs *FS) releaseAll(ino *inode) {
 	files, dirs := fs.forgottenHandles(ino)
 	for _, id := range files {

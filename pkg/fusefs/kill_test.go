@@ -15,7 +15,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
 	"github.com/nfsrdmad/nfsrdmad/internal/share"
-	"github.com/nfsrdmad/nfsrdmad/pkg/front"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
@@ -257,7 +257,7 @@ func (x *keptMount) do(node uint64, request func(fs *FS, h fuse.InHeader) fuse.S
 			return unix.Errno(status)
 		}
 		x.restart(x.unique)
-		front.MarkResent(&h)
+		kernel.MarkResent(&h)
 	}
 }
 

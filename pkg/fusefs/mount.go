@@ -13,7 +13,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/front"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 )
 
 // Subtype makes the mount's type in /proc/mounts "fuse.nfsrdma".
@@ -49,9 +49,9 @@ type MountOptions struct {
 	// process stays a zombie and the mount stays.
 	SkipDisablePoll bool
 	// Mounted, if not nil, is called with the connection after the mount and before the first
-	// request, and with the memory of front.DevFuse.Memory for Resume, which may be nil. An error
+	// request, and with the memory of kernel.DevFuse.Memory for Resume, which may be nil. An error
 	// ends the mount. It is only called for an FS with Options.State.
-	Mounted func(dev *front.Device, mem *os.File) error
+	Mounted func(dev *kernel.Device, mem *os.File) error
 	// KeepRequests keeps requests in memory also if the kernel can send them again, for tests of
 	// what Linux before 6.9 needs.
 	KeepRequests bool
@@ -64,8 +64,8 @@ type Server struct {
 	fs     *FS
 	dir    string // without symbolic links
 	dev    device // of the mounted file system
-	device *front.Device
-	conn   *front.DevFuse
+	device *kernel.Device
+	conn   *kernel.DevFuse
 	done   chan struct{} // closed when all requests have ended and the mount point is free
 
 	mu    sync.Mutex // held during umount(2)
@@ -90,7 +90,7 @@ func MountAt(p *MountPoint, fs *FS, opts MountOptions) (*Server, error) {
 	maxWrite := min(fs.buffers.Size(), MaxIOSize)
 	s := &Server{fs: fs, dir: abs, done: make(chan struct{})}
 	var err error
-	if s.device, err = front.OpenDevice(); err != nil {
+	if s.device, err = kernel.OpenDevice(); err != nil {
 		return nil, mountError(abs, err)
 	}
 	if err := s.start(p, &opts, maxWrite); err != nil {
@@ -118,11 +118,11 @@ func (s *Server) use() {
 // Resume continues to serve the mount of an earlier process at dir. fs has a State of OpenState,
 // and opts are those of the mount. mem is what MountOptions.Mounted got. Resume takes over dev
 // also when it returns an error.
-func Resume(dir string, dev *front.Device, mem *os.File, fs *FS, opts MountOptions) (_ *Server, err error) {
+func Resume(dir string, dev *kernel.Device, mem *os.File, fs *FS, opts MountOptions) (_ *Server, err error) {
 	r := &fs.state.mu.mount
 	s := &Server{fs: fs, dir: dir, device: dev, dev: device{r.major, r.minor}, done: make(chan struct{})}
 	protocol, init := s.options(&opts, r.acl == 1), r.init[:r.initLen]
-	if s.conn, err = front.Resume(dev, fs, protocol, init, mem); err != nil {
+	if s.conn, err = kernel.Resume(dev, fs, protocol, init, mem); err != nil {
 		_ = dev.Close()
 		return nil, err
 	}
@@ -134,7 +134,7 @@ func Resume(dir string, dev *front.Device, mem *os.File, fs *FS, opts MountOptio
 
 // Discard unmounts the mount of an earlier process without an FS. Its data that is not on the
 // server is lost.
-func Discard(dir string, dev *front.Device, state *State) error {
+func Discard(dir string, dev *kernel.Device, state *State) error {
 	r := &state.mu.mount
 	s := &Server{dir: dir, device: dev, dev: device{r.major, r.minor}}
 	_, err := s.umount(unix.MNT_DETACH)
@@ -175,7 +175,7 @@ func (s *Server) start(p *MountPoint, opts *MountOptions, maxWrite int) (err err
 		return errors.New("directory was moved during the mount; try again")
 	}
 	protocol := s.options(opts, s.fs.acl != nil)
-	if s.conn, err = front.NewDevFuse(s.device, s.fs, protocol); err == nil {
+	if s.conn, err = kernel.NewDevFuse(s.device, s.fs, protocol); err == nil {
 		err = s.keep(opts)
 	}
 	if err != nil {
@@ -217,7 +217,7 @@ func (s *Server) options(opts *MountOptions, acl bool) *fuse.MountOptions {
 	return s.fs.protocolOptions(opts.Logger, acl)
 }
 
-// GuestOptions returns the options of the FUSE protocol for a front other than /dev/fuse. They are
+// GuestOptions returns the options of the FUSE protocol for a connection other than /dev/fuse. They are
 // the same for each process that serves the mount.
 func (fs *FS) GuestOptions(logger *log.Logger) *fuse.MountOptions {
 	return fs.protocolOptions(logger, fs.state.guestACL(fs.acl != nil))

@@ -83,7 +83,7 @@ func (fs *FS) revalidate(ino *inode, a *nfs3.Attr, cacheable bool) (unchanged bo
 // counted it in pageDrops.
 //
 // While several processes lock or open the file, the kernel may ignore the attributes that it then
-// gets, see front.Device.ExtendSize. The size is therefore set first.
+// gets, see kernel.Device.ExtendSize. The size is therefore set first.
 func (fs *FS) sendDrop(ino *inode) {
 	fs.Counters.CacheDrops.Add(1)
 	if d := fs.device.Load(); d != nil {

@@ -12,7 +12,7 @@ import (
 // maxEmptyReads bounds the consecutive READ replies without data and without EOF.
 const maxEmptyReads = 8
 
-// A readResult is data in a pool buffer. The front gives the buffer to the kernel, then Done
+// A readResult is data in a pool buffer. The connection gives the buffer to the kernel, then Done
 // returns it to the pool.
 type readResult struct {
 	fs   *FS
@@ -39,7 +39,7 @@ func (res *readResult) Done() {
 	readResults.Put(res)
 }
 
-// A target is where the data of a READ or READLINK goes: memory of the front, or a buffer of the
+// A target is where the data of a READ or READLINK goes: memory of the connection, or a buffer of the
 // pool.
 type target struct {
 	all  pieces // the memory; empty without any

@@ -12,7 +12,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/front"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 )
 
@@ -111,7 +111,7 @@ func (w *interrupts) begin(op Op, cancel <-chan struct{}, pid uint32) *request {
 	return r
 }
 
-// maxEnded bounds the requests whose reply is not written yet. Each worker of the front has at most
+// maxEnded bounds the requests whose reply is not written yet. Each worker of the connection has at most
 // one.
 const maxEnded = 1024
 
@@ -300,7 +300,7 @@ func (fs *FS) begin(op Op, cancel <-chan struct{}, h *fuse.InHeader) *request {
 	fs.Counters.Ops[op].Add(1)
 	r := fs.interrupts.begin(op, cancel, h.Pid)
 	r.times.Begin(r.began)
-	r.calls, r.moved, r.unique = 0, 0, front.Unique(h)
+	r.calls, r.moved, r.unique = 0, 0, kernel.Unique(h)
 	if fs.opts.Tag != nil {
 		r.tag = fs.opts.Tag()
 	}
@@ -314,7 +314,7 @@ func (fs *FS) begin(op Op, cancel <-chan struct{}, h *fuse.InHeader) *request {
 	}
 	if fs.state != nil {
 		r.state = fs.state
-		if front.Resent(h) {
+		if kernel.Resent(h) {
 			fs.claim(r)
 		}
 	}

@@ -293,15 +293,15 @@ func (fs *FS) settle() {
 	}
 }
 
-// Resume starts the work that an earlier process has left. A front other than /dev/fuse calls it
-// before it handles requests. pending are the numbers of the requests without reply that the front
-// sends again, with front.MarkResent. It must call Replied for each of them.
+// Resume starts the work that an earlier process has left. A connection other than /dev/fuse calls it
+// before it handles requests. pending are the numbers of the requests without reply that the connection
+// sends again, with kernel.MarkResent. It must call Replied for each of them.
 func (fs *FS) Resume(pending []uint64) {
 	fs.state.claimPending(pending)
 	fs.resume()
 }
 
-// claimPending removes the records of all requests that the front does not send again.
+// claimPending removes the records of all requests that the connection does not send again.
 func (s *State) claimPending(pending []uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -5,7 +5,7 @@ import (
 	"syscall"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/share"
-	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
+	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 

@@ -95,7 +95,7 @@ func TestWalkRenewsAttributes(t *testing.T) {
 }
 
 // TestWalkSeesChanges checks that a walk sees what another client has changed since the attributes
-// expired, in front of the program, and that an open gets the attributes from the server.
+// expired, in connection of the program, and that an open gets the attributes from the server.
 func TestWalkSeesChanges(t *testing.T) {
 	const files = 2000
 	e, m, s, names := walkMount(t, files)

@@ -5,7 +5,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/front"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
@@ -46,7 +46,7 @@ func (fs *FS) writebackCapabilities() uint64 {
 
 // limitWriteback clears Options.Writeback if the kernel that sent an INIT request cannot have it.
 func (fs *FS) limitWriteback(init []byte) {
-	fs.opts.Writeback = fs.opts.Writeback && front.CanWriteback(init)
+	fs.opts.Writeback = fs.opts.Writeback && kernel.CanWriteback(init)
 }
 
 // Writeback reports whether a mounted FS uses Options.Writeback, which needs Linux 6.6.

@@ -4,8 +4,8 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/virtiofs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
-	"github.com/nfsrdmad/nfsrdmad/pkg/virtiofs"
 )
 
 // A guestServer serves a file system to a virtual machine.

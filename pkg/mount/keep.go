@@ -11,14 +11,14 @@ import (
 	"strings"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/fdstore"
-	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/front"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/virtiofs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/keep/fdstore"
+	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
-	"github.com/nfsrdmad/nfsrdmad/pkg/virtiofs"
 )
 
 // A kept mount has three descriptors in the store, or four, with the names PREFIX/ID/KIND. A share
@@ -27,7 +27,7 @@ const (
 	keptPrefix = "mount"
 	keptState  = "state"  // fusefs.State
 	keptData   = "data"   // buffers with written data
-	keptMemory = "memory" // requests in progress, see front.DevFuse.Memory
+	keptMemory = "memory" // requests in progress, see kernel.DevFuse.Memory
 	keptFuse   = "fuse"   // the connection to the kernel
 	keptGuest  = "guest"  // virtiofs.State
 )
@@ -103,7 +103,7 @@ func (k *keeper) putState() error {
 }
 
 // putConnection puts the connection of a new mount into the store.
-func (k *keeper) putConnection(d *front.Device, mem *os.File) error {
+func (k *keeper) putConnection(d *kernel.Device, mem *os.File) error {
 	if err := d.UseHelper(k.helper); err != nil {
 		return err
 	}
@@ -196,7 +196,7 @@ type leftMount struct {
 	stateFile, dataFile, fuseFile *os.File
 	memoryFile                    *os.File // may be nil; open until the mount continues
 	guestFile                     *os.File // of a share, which has no fuseFile
-	device                        *front.Device
+	device                        *kernel.Device
 	*keeper
 	description
 	root nfs3.FH
@@ -304,7 +304,7 @@ func (l *leftMount) open(ctx context.Context, common *shared) (err error) {
 	if l.guestFile != nil {
 		k.guest, err = openLocked(ctx, l.guestFile, virtiofs.OpenState)
 	} else {
-		l.device, err = front.DeviceOf(l.fuseFile)
+		l.device, err = kernel.DeviceOf(l.fuseFile)
 	}
 	if err != nil {
 		k.buffers.Close()

@@ -7,8 +7,8 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/backoff"
-	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 )
 
 const (

@@ -20,7 +20,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/loglimit"
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/front"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
@@ -267,8 +267,8 @@ func (s *mountStack) keep(root *mountd.Result, log hclog.Logger) {
 }
 
 // keepConnection puts the connection to the kernel into the store.
-func (s *mountStack) keepConnection(log hclog.Logger) func(*front.Device, *os.File) error {
-	return func(d *front.Device, mem *os.File) error {
+func (s *mountStack) keepConnection(log hclog.Logger) func(*kernel.Device, *os.File) error {
+	return func(d *kernel.Device, mem *os.File) error {
 		if s.keepError = s.keeper.putConnection(d, mem); s.keepError != nil {
 			log.Warn("the mount ends with the daemon: its connection cannot be kept", "mount", s.dir, "reason",
 				s.keepError)

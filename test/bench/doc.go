@@ -3,7 +3,7 @@
 // TestBench starts the targets below, each in its own process, and measures them alternately with
 // the workloads of internal/bench. The files are in memory (tmpfs), and all traffic is on loopback.
 //
-//	F  a file system in memory behind pkg/front: what FUSE costs
+//	F  a file system in memory behind pkg/fuse/kernel: what FUSE costs
 //	T  a TCP connection between two Go processes, with requests and replies of the same sizes
 //	P  fusenfs: libnfs over TCP and libfuse, to the same NFS-Ganesha
 //	S  the server without FUSE: the served directory, and READ and WRITE calls of a client process

@@ -13,7 +13,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/front"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 )
 
@@ -62,7 +62,7 @@ func newNullFS() *nullFS {
 
 // serveNull mounts a nullFS at dir and serves it until it is unmounted.
 func serveNull(dir string) error {
-	dev, err := front.OpenDevice()
+	dev, err := kernel.OpenDevice()
 	if err != nil {
 		return err
 	}
@@ -73,7 +73,7 @@ func serveNull(dir string) error {
 		return fmt.Errorf("mount %s: %v, %w", dir, used, err)
 	}
 	// The options are those of a mount of nfsrdmad.
-	conn, err := front.NewDevFuse(dev, newNullFS(), &fuse.MountOptions{MaxBackground: 64, MaxWrite: chunkSize,
+	conn, err := kernel.NewDevFuse(dev, newNullFS(), &fuse.MountOptions{MaxBackground: 64, MaxWrite: chunkSize,
 		MaxReadAhead: chunkSize, ExplicitDataCacheControl: true, DisableXAttrs: true,
 		PanicHandler: func(v any) fuse.Status { log.Print(v); return fuse.EIO }})
 	if err != nil {

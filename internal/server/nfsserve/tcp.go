@@ -14,7 +14,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/fairshare"
-	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc/rpctcp"
 )
 
 // Limits of the TCP port. One client address gets at most half of the connections. It gets at most

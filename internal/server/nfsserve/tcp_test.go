@@ -13,7 +13,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 

@@ -17,9 +17,9 @@ import (
 	"github.com/vmware/go-nfs-client/nfs/xdr"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
-	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc/rpctcp"
 )
 
 // Ports of the two services.

@@ -12,10 +12,10 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/backoff"
 	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
-	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc/rpctcp"
 )
 
 // Times of a link. Tests change them.

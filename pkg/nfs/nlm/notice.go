@@ -7,9 +7,9 @@ import (
 	"strconv"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
-	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc/rpctcp"
 )
 
 // A notice of a restart is one datagram, and its sender may be forged. So the client asks the status

@@ -8,8 +8,8 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
-	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc/rpctcp"
 )
 
 // The port mapper of this host (RFC 1833 §3).

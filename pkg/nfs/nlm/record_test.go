@@ -10,7 +10,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
+	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )

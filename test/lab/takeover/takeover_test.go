@@ -19,8 +19,8 @@ const limit = 6 * time.Minute
 func TestOldKernel(t *testing.T) {
 	lab.SkipIfDisabled(t)
 	share := t.TempDir()
-	program := filepath.Join(share, "front.test")
-	lab.BuildPure(t, "test", "-c", "-o", program, "github.com/nfsrdmad/nfsrdmad/pkg/front")
+	program := filepath.Join(share, "kernel.test")
+	lab.BuildPure(t, "test", "-c", "-o", program, "github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel")
 	g := lab.Start(t, lab.Options{Kernel: "6.1", Provider: lab.None, HostRoot: true, Share: share})
 	g.MustRun("modprobe fuse; ip link set lo up")
 	const run = "TestResumeAfterKill/kept|TestInterruptOfResentRequest/kept=true"

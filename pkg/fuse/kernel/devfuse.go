@@ -1,4 +1,4 @@
-package front
+package kernel
 
 import (
 	"encoding/binary"
@@ -124,7 +124,7 @@ const resent = 1 << 63
 // before may have executed the request.
 func Resent(h *fuse.InHeader) bool { return h.Unique&resent != 0 }
 
-// MarkResent marks a request as one that an earlier process received and did not answer, for fronts
+// MarkResent marks a request as one that an earlier process received and did not answer, for connections
 // that keep the requests themselves.
 func MarkResent(h *fuse.InHeader) { h.Unique |= resent }
 
@@ -353,7 +353,7 @@ func (s *DevFuse) retry(err error) bool {
 func (w *worker) Place(int) [][]byte { return nil }
 
 // SendPlaced is not called, because there is no memory of Place.
-func (w *worker) SendPlaced([]byte, int) { panic("front: reply with data that has no place") }
+func (w *worker) SendPlaced([]byte, int) { panic("kernel: reply with data that has no place") }
 
 // Send sends a reply: a header, and data that may be empty.
 func (w *worker) Send(reply []byte, data [][]byte) {

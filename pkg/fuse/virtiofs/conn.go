@@ -14,7 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/front"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 )
 
 // Messages of the vhost-user protocol ("Front-end message types").
@@ -85,8 +85,8 @@ type conn struct {
 
 	// A request holds gate for reading. The begin and the end of a session hold it for writing.
 	gate    sync.RWMutex
-	handler atomic.Pointer[front.Handler] // of the FUSE session; nil without one
-	large   chan []uint64                 // memory for each large request, nil at first
+	handler atomic.Pointer[kernel.Handler] // of the FUSE session; nil without one
+	large   chan []uint64                  // memory for each large request, nil at first
 
 	active struct {
 		sync.Mutex

@@ -4,7 +4,7 @@
 // The virtual machine monitor (VMM) connects to a Unix socket, passes descriptors of the guest's
 // memory and of eventfds, and tells the addresses of the virtqueues. The guest's kernel then puts
 // FUSE requests into the queues. This package copies each request from the guest's memory, checks
-// it, and gives it to a front.Handler. The data of READ and WRITE is not copied, see Data.
+// it, and gives it to a kernel.Handler. The data of READ and WRITE is not copied, see Data.
 //
 // # Files
 //
@@ -73,7 +73,7 @@
 //
 // The file system learns that a request has its reply (Replied) after it was completed. A request
 // that was in progress is read again from the guest's memory, and handled again with the same
-// number and front.MarkResent. The guest may have changed it meanwhile, which harms only the guest.
+// number and kernel.MarkResent. The guest may have changed it meanwhile, which harms only the guest.
 // FORGET is completed before it is handled, because it must not be handled twice: if the process is
 // killed in between, the file system keeps the node until the end of the session.
 //

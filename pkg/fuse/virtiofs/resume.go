@@ -11,7 +11,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/front"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 )
 
 // A share of an earlier process continues in this order: the memory and the queues of the guest are
@@ -77,7 +77,7 @@ func (s *Server) resumeConn() error {
 	}
 	numbers := make([]uint64, len(requests))
 	for i, q := range requests {
-		numbers[i] = front.Unique(&fuse.InHeader{Unique: q.number})
+		numbers[i] = kernel.Unique(&fuse.InHeader{Unique: q.number})
 	}
 	s.fs.Resume(numbers)
 	if c.handler.Load() == nil {
@@ -135,7 +135,7 @@ func (c *conn) restore() (requests []*request, err error) {
 		}
 	}
 	if rec.initLen > 0 {
-		handler := front.NewHandler(c.s.fs, c.s.opts)
+		handler := kernel.NewHandler(c.s.fs, c.s.opts)
 		if _, err := handler.Negotiate(slices.Clone(rec.init[:rec.initLen])); err != nil {
 			return nil, err
 		}
@@ -180,8 +180,8 @@ func (c *conn) repeat(requests []*request) {
 
 // settle tells the file system that a request of an earlier process has ended.
 func (q *request) settle() {
-	if h := (fuse.InHeader{Unique: q.number}); front.Resent(&h) {
-		q.c.s.fs.Replied(front.Unique(&h), q.received)
+	if h := (fuse.InHeader{Unique: q.number}); kernel.Resent(&h) {
+		q.c.s.fs.Replied(kernel.Unique(&h), q.received)
 	}
 }
 
@@ -242,7 +242,7 @@ func (r *ring) pending() (requests []*request) {
 			continue
 		}
 		h := fuse.InHeader{Unique: number}
-		front.MarkResent(&h)
+		kernel.MarkResent(&h)
 		if head >= r.size || r.desc == nil {
 			r.progress.store(head, 0) // the VMM has changed the queue meanwhile
 			continue

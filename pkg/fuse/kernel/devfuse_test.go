@@ -1,4 +1,4 @@
-package front
+package kernel
 
 import (
 	"bytes"
@@ -269,7 +269,7 @@ func newKernel(t testing.TB) *kernel {
 	return &kernel{t, fds[0], dev, &logBuffer{}}
 }
 
-// serve starts a front for the connection, which ends with the test.
+// serve starts a connection for the connection, which ends with the test.
 func (k *kernel) serve(fs *testFS) {
 	k.t.Helper()
 	in := fuse.InitIn{Major: 7, Minor: 45, MaxReadAhead: 1 << 20, Flags: fuse.CAP_ASYNC_READ}

@@ -11,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
+	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )

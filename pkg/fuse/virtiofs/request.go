@@ -10,7 +10,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/front"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 )
 
@@ -35,7 +35,7 @@ type request struct {
 	msg    []byte                 // the request, in memory of this process
 	data   [][]byte               // of a WRITE, in the guest's memory
 	unique uint64                 // number that the guest gave
-	number uint64                 // number that this share gave, with the mark of front.MarkResent
+	number uint64                 // number that this share gave, with the mark of kernel.MarkResent
 	index  int                    // guarded by conn.active
 	size   int                    // bytes written to out
 
@@ -43,11 +43,11 @@ type request struct {
 	received  ledger.Time
 
 	// Kept for later requests.
-	memory  []uint64    // for msg
-	place   [][]byte    // result of Place
-	begun   func()      // handle
-	call    *front.Call // of handler
-	handler *front.Handler
+	memory  []uint64     // for msg
+	place   [][]byte     // result of Place
+	begun   func()       // handle
+	call    *kernel.Call // of handler
+	handler *kernel.Handler
 }
 
 // newRequest returns a request that begins at a descriptor.
@@ -332,7 +332,7 @@ func (q *request) end() {
 // beginSession handles INIT. A session before ends.
 func (c *conn) beginSession(q *request) {
 	c.exclusive(func() {
-		handler := front.NewHandler(c.s.fs, c.s.opts)
+		handler := kernel.NewHandler(c.s.fs, c.s.opts)
 		reply, err := handler.Negotiate(q.msg)
 		if err == nil {
 			if err = c.s.state.setSession(handler.Init()); err != nil {

@@ -11,7 +11,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/front"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 )
 
 // endTimeout is how long a new connection waits for the end of the one before, whose VMM may have
@@ -20,12 +20,12 @@ const endTimeout = 2 * time.Second
 
 // A FileSystem is served to a guest.
 type FileSystem interface {
-	front.FileSystem
+	kernel.FileSystem
 	// EndSession closes the files and forgets the nodes of a guest. No request is in progress. The
 	// next session must not use their numbers for other nodes and files.
 	EndSession()
 	// Resume is called before the requests of an earlier process are handled again, if the Server
-	// has a State of OpenState. pending are their numbers, as front.Unique. Replied is called for
+	// has a State of OpenState. pending are their numbers, as kernel.Unique. Replied is called for
 	// each of them.
 	Resume(pending []uint64)
 }
@@ -34,7 +34,7 @@ type FileSystem interface {
 type Config struct {
 	Socket  string // path
 	FS      FileSystem
-	Options *fuse.MountOptions // those of front.NewHandler
+	Options *fuse.MountOptions // those of kernel.NewHandler
 	// ReadOnly refuses requests that change the file system, with EROFS.
 	ReadOnly bool
 	// State is what the next process needs to continue the share. The file system must have a state

@@ -1,4 +1,4 @@
-// Package front connects a file system to the kernel's FUSE client.
+// Package kernel connects a file system to the kernel's FUSE client.
 //
 // The package owns the connection: it reads requests, writes replies, and sends notifications.
 // go-fuse decodes the requests and calls the file system (fuse.ProtocolServer), except for the most
@@ -66,4 +66,4 @@
 // INTERRUPTs without ProtocolServer. For these operations the package allocates nothing, except a
 // name that is not among the last ones. A test compares the replies with those of go-fuse, also for
 // invalid requests.
-package front
+package kernel

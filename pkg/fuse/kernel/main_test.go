@@ -1,4 +1,4 @@
-package front
+package kernel
 
 import (
 	"bytes"
@@ -256,7 +256,7 @@ func (fs *testFS) checkDone(t testing.TB) {
 	}
 }
 
-// A logBuffer collects the messages of a front.
+// A logBuffer collects the messages of a connection.
 type logBuffer struct {
 	mu sync.Mutex
 	b  bytes.Buffer
