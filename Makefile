@@ -74,13 +74,13 @@ modules:
 test: deps
 	NFSRDMAD_LAB=0 $(GO) test -race -vet=off -p $$(($$(nproc) + 1)) \
 	  $$(test -e /usr/include/rdma/rdma_cma.h && echo -tags rdmacore) \
-	  -exec $(CURDIR)/test/isolate -timeout 20m ./test/integration ./pkg/fusefs ./test/packages ./cmd/nfsrdmad ./...
+	  -exec $(CURDIR)/test/isolate -timeout 20m ./test/integration ./pkg/vfs ./test/packages ./cmd/nfsrdmad ./...
 	# The programs run in other processes, so the race detector would see the tests only.
 	for m in $(TEST_MODULES); do cd $(CURDIR)/$$m && NFSRDMAD_LAB=0 $(GO) test -vet=off -exec $(CURDIR)/test/isolate \
 	  -timeout 10m ./... || exit; done
 	# Not possible under the race detector.
 	out=$$(NFSRDMAD_LAB=0 $(GO) test -v -run 'DoNotAllocate$$|^TestFleet$$' -exec $(CURDIR)/test/isolate \
-	  ./pkg/nfs/nfs3 ./pkg/fuse/kernel ./pkg/fusefs ./pkg/fuse/virtiofs ./pkg/xprt); echo "$$out"; \
+	  ./pkg/nfs/nfs3 ./pkg/fuse/kernel ./pkg/vfs ./pkg/fuse/virtiofs ./pkg/xprt); echo "$$out"; \
 	  for t in $(NORACE_TESTS); do grep -q "^--- PASS: $$t " <<< "$$out" || { echo "$$t did not pass"; exit 1; }; done
 
 # The Helm chart and the manifests of deploy/kubernetes. Helm takes two minutes to compile.

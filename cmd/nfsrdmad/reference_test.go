@@ -18,12 +18,12 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 )
 
 const referenceFile = "../../docs/reference.md"
@@ -266,12 +266,12 @@ func fullSnapshot() metrics.Snapshot {
 	spent.Begin(1)
 	spent.Mark(ledger.PhaseServer, 2)
 	phases[0].Observe(&spent)
-	files := new(fusefs.Counters)
-	files.Ops[fusefs.OpRead].Add(1)
+	files := new(vfs.Counters)
+	files.Ops[vfs.OpRead].Add(1)
 	return metrics.Snapshot{Connections: []metrics.Connection{{}},
 		Transport: stats.Transport{Connections: map[string]uint64{stats.Connected: 1},
 			MRStates: map[string]uint64{"valid": 1}},
-		Files: files, State: &fusefs.StateStats{Records: map[string]uint64{"files": 1}}, Locks: new(nlm.Counters),
+		Files: files, State: &vfs.StateStats{Records: map[string]uint64{"files": 1}}, Locks: new(nlm.Counters),
 		Procs: times, Ops: times, ProcPhases: phases, OpPhases: phases, Faults: map[string]uint64{"disconnect": 1}}
 }
 

@@ -17,9 +17,9 @@ const module = "github.com/nfsrdmad/nfsrdmad/"
 // from the top layer down. Packages without a line import none.
 var allowed = []struct{ pkg, imports string }{
 	{"cmd/nfsrdmad", "internal/bench internal/demo pkg/keep/fdstore internal/server/nfsserve internal/screen " +
-		"internal/statview internal/server/svcrdma pkg/control pkg/csi pkg/daemon pkg/doctor pkg/fuse/kernel pkg/fusefs " +
+		"internal/statview internal/server/svcrdma pkg/control pkg/csi pkg/daemon pkg/doctor pkg/fuse/kernel pkg/vfs " +
 		"pkg/mount pkg/verbs/softiwarp"},
-	{"internal/demo", "internal/server/nfsserve internal/screen pkg/control pkg/daemon pkg/fusefs pkg/mount " +
+	{"internal/demo", "internal/server/nfsserve internal/screen pkg/control pkg/daemon pkg/vfs pkg/mount " +
 		"pkg/verbs/softiwarp"},
 	{"pkg/csi", "pkg/control pkg/mount"},
 	{"test/lab/beside/program", "pkg/control pkg/daemon test/differential"},
@@ -28,22 +28,22 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/doctor", "pkg/sunrpc/rpctcp pkg/control pkg/membuf pkg/mount pkg/nfs/nfs3 " +
 		"pkg/nfs/mountd pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
 	{"pkg/mount", "internal/backoff pkg/keep/fdstore internal/loglimit internal/otlp internal/running " +
-		"pkg/keep/slotfile pkg/control pkg/fuse/kernel pkg/fusefs pkg/ledger pkg/membuf pkg/metrics pkg/nfs/nfs3 " +
+		"pkg/keep/slotfile pkg/control pkg/fuse/kernel pkg/vfs pkg/ledger pkg/membuf pkg/metrics pkg/nfs/nfs3 " +
 		"pkg/nfs/mountd pkg/nfs/nfsacl pkg/nfs/nlm " +
 		"pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/fuse/virtiofs pkg/xprt"},
-	{"test/kit/mounts", "test/kit/ganesha test/kit pkg/fusefs pkg/nfs/nfs3 pkg/sunrpc"},
+	{"test/kit/mounts", "test/kit/ganesha test/kit pkg/vfs pkg/nfs/nfs3 pkg/sunrpc"},
 	{"test/kit/ganesha", "pkg/sunrpc/rpctcp test/kit pkg/nfs/nfs3 pkg/nfs/mountd pkg/sunrpc"},
 	{"test/kit/server", "internal/server/nfsserve pkg/verbs/softiwarp"},
 	{"internal/server/nfsserve", "internal/fairshare internal/server/nfsd internal/resvport pkg/sunrpc/rpctcp internal/server/svcrdma " +
 		"pkg/nfs/nfs3 pkg/sunrpc pkg/verbs"},
-	{"pkg/metrics", "pkg/fusefs pkg/ledger pkg/nfs/nlm pkg/stats"},
+	{"pkg/metrics", "pkg/vfs pkg/ledger pkg/nfs/nlm pkg/stats"},
 	{"pkg/xprt", "internal/backoff internal/fairqueue internal/leakcheck internal/running internal/verify " +
 		"pkg/ledger pkg/membuf pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace pkg/verbs"},
 	{"test/kit/hostile", "test/kit pkg/membuf pkg/nfs/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs pkg/verbs/faults"},
 	{"internal/server/nfsd", "internal/server/nlmd internal/resvport pkg/nfs/nfs3 pkg/nfs/nfsacl pkg/nfs/nlm pkg/sunrpc"},
 	{"internal/server/nlmd", "internal/share pkg/nfs/nfs3 pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc"},
 	{"internal/server/svcrdma", "internal/fairshare pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
-	{"pkg/fusefs", "internal/fairqueue internal/loglimit internal/running internal/share pkg/keep/slotfile pkg/fuse/kernel " +
+	{"pkg/vfs", "internal/fairqueue internal/loglimit internal/running internal/share pkg/keep/slotfile pkg/fuse/kernel " +
 		"pkg/ledger pkg/membuf pkg/nfs/nfs3 pkg/nfs/nfsacl pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc pkg/vfs/attr"},
 	{"pkg/fuse/virtiofs", "pkg/keep/slotfile pkg/fuse/kernel pkg/ledger"},
 	{"pkg/nfs/nlm", "internal/backoff internal/loglimit internal/resvport pkg/sunrpc/rpctcp internal/running " +

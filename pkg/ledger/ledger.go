@@ -1,7 +1,7 @@
 // Package ledger measures how long RPCs and FUSE requests spend in each phase, and keeps the
 // slowest of them.
 //
-// Package xprt has a [Times] for each RPC, and package fusefs has one for each request. A Times
+// Package xprt has a [Times] for each RPC, and package vfs has one for each request. A Times
 // works like a stopwatch: Mark adds the time since the last mark to one phase. The phases therefore
 // always sum to the total, and none is negative. Mark allocates nothing and takes no lock.
 //

@@ -1,7 +1,7 @@
 // Package metrics shows the statistics of mounts as Prometheus metrics, and as the "xprt:" line of
 // the kernel's mountstats.
 //
-// The counters belong to other packages: stats.Transport to the transports, fusefs.Counters to the
+// The counters belong to other packages: stats.Transport to the transports, vfs.Counters to the
 // file system. This package counts only times ([Histogram], [Phases]). A [Collector] keeps no state
 // between scrapes: each scrape asks a function for one [Snapshot] per mount. A mount that has ended
 // is missing from the next scrape, and the data path does no work for a scrape.

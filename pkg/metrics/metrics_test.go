@@ -11,8 +11,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	promtest "github.com/prometheus/client_golang/prometheus/testutil"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
@@ -45,11 +45,11 @@ func snapshots() []Snapshot {
 	var h Histogram
 	h.Observe(time.Millisecond)
 	h.Observe(time.Hour)
-	var f fusefs.Counters
+	var f vfs.Counters
 	f.ReadBytes.Add(30)
-	f.Ops[fusefs.OpRead].Add(31)
-	f.Errors[fusefs.OpRead].Add(33)
-	f.Ops[fusefs.OpForget].Add(32)
+	f.Ops[vfs.OpRead].Add(31)
+	f.Errors[vfs.OpRead].Add(33)
+	f.Ops[vfs.OpForget].Add(32)
 	ops := []NamedHistogram{{"READ", h.Data()}}
 	phases := []NamedPhases{{"READ", new(Phases)}}
 	phases[0].Observe(server(time.Millisecond))
@@ -57,8 +57,8 @@ func snapshots() []Snapshot {
 		{Mount: "/mnt/a", Server: addr, Provider: "softiwarp", Transport: distinct(),
 			Connections: []Connection{{"[::1]:1", true}, {"[::2]:1", false}},
 			Files:       &f, Procs: ops, Ops: ops, ProcPhases: phases, OpPhases: phases,
-			State: &fusefs.StateStats{Restarts: 35, Records: map[string]uint64{"files": 36, "nodes": 37}}},
-		{Mount: "/mnt/b", Server: addr, Provider: "softiwarp", Files: new(fusefs.Counters)},
+			State: &vfs.StateStats{Restarts: 35, Records: map[string]uint64{"files": 36, "nodes": 37}}},
+		{Mount: "/mnt/b", Server: addr, Provider: "softiwarp", Files: new(vfs.Counters)},
 	}
 }
 

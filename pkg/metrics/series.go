@@ -3,8 +3,8 @@ package metrics
 import (
 	"github.com/prometheus/client_golang/prometheus"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 )
 
 // A series is one metric of a mount that is a single number of a T.
@@ -17,7 +17,7 @@ type series[T any] struct {
 // Short names for the tables below.
 type (
 	transport = stats.Transport
-	files     = fusefs.Counters
+	files     = vfs.Counters
 )
 
 func counter[T any](name, help string, value func(*T) uint64) series[T] {
@@ -161,7 +161,7 @@ var fileSeries = []series[files]{
 		func(f *files) uint64 { return f.ReadDirRestarts.Load() }),
 }
 
-var stateSeries = []series[fusefs.StateStats]{
+var stateSeries = []series[vfs.StateStats]{
 	counter("mount_restores_total", "Daemons that have continued the mount of an earlier daemon.",
-		func(s *fusefs.StateStats) uint64 { return s.Restarts }),
+		func(s *vfs.StateStats) uint64 { return s.Restarts }),
 }

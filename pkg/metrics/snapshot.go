@@ -3,9 +3,9 @@ package metrics
 import (
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 )
 
 // A Snapshot holds the statistics of one mount.
@@ -18,10 +18,10 @@ type Snapshot struct {
 	// Transport is the sum over the connections of the mount.
 	Transport stats.Transport
 	// Files are the live counters of the file system; nil leaves them out.
-	Files *fusefs.Counters
+	Files *vfs.Counters
 	// State are the statistics of what the next daemon continues the mount from; nil leaves them
 	// out.
-	State *fusefs.StateStats
+	State *vfs.StateStats
 	// Locks are the live counters of the locks; nil leaves them out.
 	Locks *nlm.Counters
 	// Procs are the RPC times by procedure of NFSv3 and NFSACL, and Ops the FUSE times by

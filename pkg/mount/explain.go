@@ -32,7 +32,7 @@ func connectError(addr netip.AddrPort, err error) error {
 // serverError adds advice to the error of a server that accepted the connection and did not reply
 // as a mount needs.
 func (s *mountStack) serverError(ctx context.Context, addr netip.AddrPort, err error) error {
-	text := strings.TrimPrefix(err.Error(), "fusefs: ")
+	text := strings.TrimPrefix(err.Error(), "vfs: ")
 	var accept *sunrpc.AcceptError
 	var denied *sunrpc.DeniedError
 	var status *nfs3.Error

@@ -5,13 +5,13 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/virtiofs"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 )
 
 // A guestServer serves a file system to a virtual machine.
 type guestServer struct {
 	*virtiofs.Server
-	fs *fusefs.FS
+	fs *vfs.FS
 }
 
 // serveGuest makes the socket of the share, or continues the share of an earlier process.

@@ -14,18 +14,18 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/virtiofs"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/fdstore"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 )
 
 // A kept mount has three descriptors in the store, or four, with the names PREFIX/ID/KIND. A share
 // for a virtual machine has state, data and guest.
 const (
 	keptPrefix = "mount"
-	keptState  = "state"  // fusefs.State
+	keptState  = "state"  // vfs.State
 	keptData   = "data"   // buffers with written data
 	keptMemory = "memory" // requests in progress, see kernel.DevFuse.Memory
 	keptFuse   = "fuse"   // the connection to the kernel
@@ -48,7 +48,7 @@ type keeper struct {
 	store   fdstore.Store
 	helper  []string
 	id      string
-	state   *fusefs.State
+	state   *vfs.State
 	buffers *membuf.Pool
 	guest   *virtiofs.State // nil for a mount of this host, and after an error of virtiofs.Listen
 	mounted bool            // the store has the connection
@@ -76,11 +76,11 @@ func newKeeper(store fdstore.Store, helper []string, d *description, dirtyBytes 
 	if err != nil {
 		return nil, err
 	}
-	size, buffers := fusefs.BufferPool(int64(dirtyBytes))
+	size, buffers := vfs.BufferPool(int64(dirtyBytes))
 	if k.buffers, err = membuf.NewFilePool("nfsrdmad-data", size, buffers); err != nil {
 		return nil, err
 	}
-	if k.state, err = fusefs.NewState(text, buffers, secret); err == nil {
+	if k.state, err = vfs.NewState(text, buffers, secret); err == nil {
 		err = k.putState()
 	}
 	if err != nil {
@@ -274,9 +274,9 @@ func (l *leftMount) open(ctx context.Context, common *shared) (err error) {
 		}
 	}()
 	k := &keeper{store: common.store, helper: common.helper, id: l.id, mounted: true}
-	if k.state, err = openLocked(ctx, l.stateFile, fusefs.OpenState); err != nil {
+	if k.state, err = openLocked(ctx, l.stateFile, vfs.OpenState); err != nil {
 		if l.fuseFile != nil {
-			l.Dir = fusefs.MountPointOf(l.fuseFile)
+			l.Dir = vfs.MountPointOf(l.fuseFile)
 		} else {
 			l.Dir = virtiofs.SocketOf(l.guestFile)
 		}
@@ -297,7 +297,7 @@ func (l *leftMount) open(ctx context.Context, common *shared) (err error) {
 	if err != nil {
 		return fmt.Errorf("handle of the export: %w", err)
 	}
-	size, _ := fusefs.BufferPool(0)
+	size, _ := vfs.BufferPool(0)
 	if k.buffers, err = membuf.OpenFilePool(l.dataFile, size, k.state.Buffers()); err != nil {
 		return err
 	}
@@ -334,7 +334,7 @@ func (l *leftMount) discard(dir string) error {
 	if l.guest != nil {
 		return errors.Join(l.guest.Discard(dir), l.guest.Close())
 	}
-	return fusefs.Discard(dir, l.device, l.state)
+	return vfs.Discard(dir, l.device, l.state)
 }
 
 // advice tells what to do with a mount that this daemon cannot serve.

@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -83,8 +83,8 @@ func DefaultOptions() Options {
 		AcDirMin:    30 * time.Second,
 		AcDirMax:    60 * time.Second,
 		LookupCache: "all",
-		DirtyExpire: fusefs.DefaultDirtyExpire,
-		DirtyBytes:  fusefs.DefaultDirtyBytes,
+		DirtyExpire: vfs.DefaultDirtyExpire,
+		DirtyBytes:  vfs.DefaultDirtyBytes,
 		LocalLock:   lockNone,
 		NConnect:    1,
 		Provider:    providerAuto,
@@ -159,7 +159,7 @@ const (
 	maxIdle                = 1 << 22 // seconds
 	maxStall               = 1 << 22 // seconds
 	maxDirtyExpire         = 3600    // seconds
-	minDirtyBytes          = fusefs.MaxIOSize
+	minDirtyBytes          = vfs.MaxIOSize
 	maxDirtyBytes          = 1 << 30
 )
 

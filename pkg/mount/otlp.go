@@ -10,9 +10,9 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/otlp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -34,14 +34,14 @@ func (s *mountStack) newTraces() *traces {
 		}}}
 }
 
-// sample is fusefs.Options.Tag. It returns an *otlp.Operation, which is nil if the request is not
+// sample is vfs.Options.Tag. It returns an *otlp.Operation, which is nil if the request is not
 // sampled.
 func (t *traces) sample() any { return t.exporter.Sample(&t.mount) }
 
 // rpcEnded adds an RPC to its request if the request is sampled. It samples RPCs that belong to no
 // request.
 func (t *traces) rpcEnded(ctx context.Context, connection int, peer func() netip.AddrPort, c *xprt.Ended) {
-	tag, ofRequest := fusefs.TagOf(ctx)
+	tag, ofRequest := vfs.TagOf(ctx)
 	o, _ := tag.(*otlp.Operation)
 	if !ofRequest {
 		o = t.exporter.Sample(&t.mount)
@@ -99,7 +99,7 @@ func programName(prog uint32) string {
 }
 
 // requestEnded exports a request if it is sampled.
-func (t *traces) requestEnded(e *fusefs.Ended) {
+func (t *traces) requestEnded(e *vfs.Ended) {
 	o, _ := e.Tag.(*otlp.Operation)
 	if o == nil {
 		return

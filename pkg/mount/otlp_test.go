@@ -9,10 +9,10 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/otlp"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
@@ -58,7 +58,7 @@ func TestUnsampledCallsDoNotAllocate(t *testing.T) {
 	somePeer := func() netip.AddrPort { return netip.AddrPort{} }
 	call := xprt.Ended{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(nfs3.ProcRead),
 		Message: &sunrpc.Message{}, Times: callTimes()}
-	ended := fusefs.Ended{Op: fusefs.OpRead, Times: callTimes()}
+	ended := vfs.Ended{Op: vfs.OpRead, Times: callTimes()}
 	for range ledger.SlowCalls { // slower ones, so that no call is among the slowest
 		slow, times := call, &call.Times
 		slow.Times.Mark(ledger.PhaseReturn, times.End()+1000)

@@ -12,9 +12,9 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -63,7 +63,7 @@ func ownerOf(ctx context.Context, proc uint32) control.CallOwner {
 	if ctx == nil {
 		return control.CallOwner{Owner: control.OwnerGone}
 	}
-	o, ok := fusefs.OwnerOf(ctx)
+	o, ok := vfs.OwnerOf(ctx)
 	switch {
 	case ok:
 		return describeOwner(o)
@@ -73,7 +73,7 @@ func ownerOf(ctx context.Context, proc uint32) control.CallOwner {
 	return control.CallOwner{Owner: control.OwnerDaemon}
 }
 
-func describeOwner(o fusefs.Owner) control.CallOwner {
+func describeOwner(o vfs.Owner) control.CallOwner {
 	switch {
 	case o.WriteBack:
 		return control.CallOwner{Owner: control.OwnerWriteBack}

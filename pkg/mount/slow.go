@@ -9,11 +9,11 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -22,7 +22,7 @@ import (
 type phases struct {
 	procs    [nfs3.NumProcs]metrics.Phases
 	aclProcs [nfsacl.NumProcs]metrics.Phases
-	ops      [fusefs.NumOps]metrics.Phases
+	ops      [vfs.NumOps]metrics.Phases
 	slowRPCs ledger.Slowest[slowCall]
 	slowOps  ledger.Slowest[slowCall]
 	traces   *traces // nil if traces are off
@@ -36,7 +36,7 @@ type slowCall struct {
 
 // rpcEnded is xprt.Config.Observe of a connection. peer returns the address of the server.
 func (p *phases) rpcEnded(ctx context.Context, connection int, peer func() netip.AddrPort, c *xprt.Ended) {
-	fusefs.AddCall(ctx, &c.Times)
+	vfs.AddCall(ctx, &c.Times)
 	if p.traces != nil {
 		p.traces.rpcEnded(ctx, connection, peer, c)
 	}
@@ -58,8 +58,8 @@ func (p *phases) rpcEnded(ctx context.Context, connection int, peer func() netip
 	p.slowRPCs.Add(&c.Times, slowCall{s, c.Times})
 }
 
-// requestEnded is fusefs.Options.Ended.
-func (p *phases) requestEnded(e fusefs.Ended) {
+// requestEnded is vfs.Options.Ended.
+func (p *phases) requestEnded(e vfs.Ended) {
 	p.ops[e.Op].Observe(&e.Times)
 	if p.traces != nil {
 		p.traces.requestEnded(&e)

@@ -21,7 +21,6 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
@@ -31,6 +30,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -66,12 +66,12 @@ type mountStack struct {
 	anyMemory  bool   // the provider can read into memory that is not from membuf
 	transports caller
 	locks      *nlm.Client // nil if the kernel keeps all locks
-	fs         *fusefs.FS
-	lockedFS   atomic.Pointer[fusefs.FS] // fs, for locks, which exists before
+	fs         *vfs.FS
+	lockedFS   atomic.Pointer[vfs.FS] // fs, for locks, which exists before
 	server     frontServer
 	procs      [nfs3.NumProcs]metrics.Histogram
 	aclProcs   [nfsacl.NumProcs]metrics.Histogram
-	ops        [fusefs.NumOps]metrics.Histogram
+	ops        [vfs.NumOps]metrics.Histogram
 	phases     phases
 	usage      usage
 	since      time.Time // of usage and of the other counters
@@ -183,7 +183,7 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 		s.server, err = s.serveGuest(log)
 		return err
 	}
-	if s.server, err = fusefs.MountAt(s.at, s.fs, s.mountOptions(log)); err == nil {
+	if s.server, err = vfs.MountAt(s.at, s.fs, s.mountOptions(log)); err == nil {
 		s.logLimits(log)
 	}
 	return err
@@ -197,7 +197,7 @@ func (s *mountStack) newFS(ctx context.Context, client *nfs3.Client, root nfs3.F
 	if !s.opts.NoACL {
 		o.ACL = nfsacl.NewClient(&s.transports, func(p nfsacl.Proc, d time.Duration) { s.aclProcs[p].Observe(d) })
 	}
-	if s.fs, err = fusefs.New(ctx, client, root, o); err != nil {
+	if s.fs, err = vfs.New(ctx, client, root, o); err != nil {
 		return s.serverError(ctx, s.address, err)
 	}
 	s.lockedFS.Store(s.fs)
@@ -222,7 +222,7 @@ func (s *mountStack) resume(log hclog.Logger) (err error) {
 		return err
 	}
 	defer s.left.closeMemory()
-	s.server, err = fusefs.Resume(s.dir, s.left.device, s.left.memoryFile, s.fs, s.mountOptions(log))
+	s.server, err = vfs.Resume(s.dir, s.left.device, s.left.memoryFile, s.fs, s.mountOptions(log))
 	return err
 }
 
@@ -277,8 +277,8 @@ func (s *mountStack) keepConnection(log hclog.Logger) func(*kernel.Device, *os.F
 	}
 }
 
-func (s *mountStack) mountOptions(log hclog.Logger) fusefs.MountOptions {
-	return fusefs.MountOptions{
+func (s *mountStack) mountOptions(log hclog.Logger) vfs.MountOptions {
+	return vfs.MountOptions{
 		FsName: s.spec.String(), ReadOnly: s.opts.ReadOnly, SkipDisablePoll: true,
 		Suid: !s.kernelFlag("nosuid"), Dev: !s.kernelFlag("nodev"), NoExec: s.kernelFlag("noexec"),
 		NoAtime: s.kernelFlag("noatime"), NoDirAtime: s.kernelFlag("nodiratime"),
@@ -372,8 +372,8 @@ func zeroIsNever(d time.Duration) time.Duration {
 var recoveries = map[Recovery]xprt.Recovery{RecoveryHard: xprt.Hard, RecoverySoft: xprt.Soft,
 	RecoverySoftErr: xprt.SoftErr}
 
-func (s *mountStack) fsOptions(log hclog.Logger) fusefs.Options {
-	o := fusefs.Options{RSize: s.opts.RSize, WSize: s.opts.WSize, AcRegMin: s.opts.AcRegMin, AcRegMax: s.opts.AcRegMax,
+func (s *mountStack) fsOptions(log hclog.Logger) vfs.Options {
+	o := vfs.Options{RSize: s.opts.RSize, WSize: s.opts.WSize, AcRegMin: s.opts.AcRegMin, AcRegMax: s.opts.AcRegMax,
 		AcDirMin: s.opts.AcDirMin, AcDirMax: s.opts.AcDirMax, NoAC: s.opts.NoAC, DirtyExpire: s.opts.DirtyExpire,
 		DirtyBytes: int64(s.opts.DirtyBytes), DirtyTotal: s.shared.dirty, Lost: s.lost, Failed: s.failed,
 		Invalid: s.invalidReply, Observe: s.observeOp,
@@ -396,14 +396,14 @@ func (s *mountStack) fsOptions(log hclog.Logger) fusefs.Options {
 	}
 	switch s.opts.LookupCache {
 	case "pos":
-		o.LookupCache = fusefs.LookupCachePositive
+		o.LookupCache = vfs.LookupCachePositive
 	case "none":
-		o.LookupCache = fusefs.LookupCacheNone
+		o.LookupCache = vfs.LookupCacheNone
 	}
 	return o
 }
 
-func (s *mountStack) observeOp(r fusefs.Sample) {
+func (s *mountStack) observeOp(r vfs.Sample) {
 	s.ops[r.Op].Observe(r.Duration)
 	s.usage.observe(&r)
 }

@@ -7,7 +7,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -49,7 +49,7 @@ type sighting struct {
 	lost      bool       // there is no connection
 	lastError error      // of a connection
 	call      *xprt.Call // the oldest call that counts; nil for none
-	request   fusefs.Waiting
+	request   vfs.Waiting
 	requests  bool // there is a request
 }
 

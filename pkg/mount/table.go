@@ -13,12 +13,12 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/otlp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/fdstore"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -56,8 +56,8 @@ type mountInstance interface {
 // A plan is a parsed and checked control.MountRequest.
 type plan struct {
 	spec Spec
-	dir  string             // without symbolic links
-	at   *fusefs.MountPoint // dir, open until the mount is built; nil with virtiofs
+	dir  string          // without symbolic links
+	at   *vfs.MountPoint // dir, open until the mount is built; nil with virtiofs
 	opts Options
 	// virtiofs: dir is the path of a socket for a virtual machine
 	virtiofs bool
@@ -148,7 +148,7 @@ type TableConfig struct {
 
 // NewTable returns an empty table.
 func NewTable(c TableConfig) *Table {
-	common := &shared{log: c.Log.Named("mount"), dirty: fusefs.NewDirtyTotal(c.DirtyBytes),
+	common := &shared{log: c.Log.Named("mount"), dirty: vfs.NewDirtyTotal(c.DirtyBytes),
 		store: c.Store, noStore: c.NoStore, helper: c.NotifyHelper, connects: xprt.NewConnectLimits(c.ConnectRate),
 		traces: c.Traces}
 	common.locks = nlm.NewService(nlm.ServiceConfig{Listen: c.LockListen, StateDir: c.StateDir,

@@ -16,10 +16,10 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
@@ -297,7 +297,7 @@ func TestCloseReportsLostData(t *testing.T) {
 	s := newFakeMount()
 	common := &shared{log: hclog.NewNullLogger()}
 	lose := func(bytes uint64, err error) {
-		(&mountStack{shared: common}).lost(fusefs.Loss{FileID: 1, Bytes: bytes, Err: err})
+		(&mountStack{shared: common}).lost(vfs.Loss{FileID: 1, Bytes: bytes, Err: err})
 	}
 	s.unmount = func(m control.UmountMode) (bool, error) {
 		if m == control.UmountForce {
@@ -423,7 +423,7 @@ func TestRestoredMountHasNoDeadline(t *testing.T) {
 			s.end()
 			return s, nil
 		})
-	left := &leftMount{keeper: &keeper{state: new(fusefs.State)}}
+	left := &leftMount{keeper: &keeper{state: new(vfs.State)}}
 	e := &entry{plan: plan{dir: "/mnt", left: left, timeout: time.Minute},
 		built: make(chan struct{}), ended: make(chan struct{}), removed: make(chan struct{}), restored: func() {}}
 	tab.mu.entries[e.dir] = e

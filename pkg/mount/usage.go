@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 )
 
 const (
@@ -55,7 +55,7 @@ type consumer struct {
 }
 
 // observe counts a request. The first request of a thread reads its name from /proc.
-func (u *usage) observe(s *fusefs.Sample) {
+func (u *usage) observe(s *vfs.Sample) {
 	now := time.Now()
 	id := callerID{s.Owner.PID, s.Owner.UID}
 	u.mu.Lock()
@@ -72,13 +72,13 @@ func (u *usage) observe(s *fusefs.Sample) {
 	u.mu.Unlock()
 }
 
-func (c *consumer) count(s *fusefs.Sample) {
+func (c *consumer) count(s *vfs.Sample) {
 	c.Requests++
 	c.Seconds += s.Duration.Seconds()
 	switch s.Op {
-	case fusefs.OpRead:
+	case vfs.OpRead:
 		c.ReadBytes += uint64(s.Bytes)
-	case fusefs.OpWrite:
+	case vfs.OpWrite:
 		c.WrittenBytes += uint64(s.Bytes)
 	}
 }

@@ -9,12 +9,12 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-func sample(op fusefs.Op, tid, uid uint32, n int) fusefs.Sample {
-	return fusefs.Sample{Op: op, Owner: fusefs.Owner{PID: tid, UID: uid}, Bytes: n, Duration: time.Second}
+func sample(op vfs.Op, tid, uid uint32, n int) vfs.Sample {
+	return vfs.Sample{Op: op, Owner: vfs.Owner{PID: tid, UID: uid}, Bytes: n, Duration: time.Second}
 }
 
 // TestUsageByProcessAndUser counts requests of this process, of a child, of the kernel, and of a
@@ -32,14 +32,14 @@ func TestUsageByProcessAndUser(t *testing.T) {
 	}
 	const ended = 1 << 30 // no process has this number
 	var u usage
-	for _, s := range []fusefs.Sample{
-		sample(fusefs.OpRead, own, 1, 100),
-		sample(fusefs.OpRead, own, 1, 20),
-		sample(fusefs.OpWrite, own, 1, 3),
-		sample(fusefs.OpLookup, own, 1, 0),
-		sample(fusefs.OpWrite, other, 1, 40),
-		sample(fusefs.OpWrite, 0, 0, 5),
-		sample(fusefs.OpRead, ended, 2, 6),
+	for _, s := range []vfs.Sample{
+		sample(vfs.OpRead, own, 1, 100),
+		sample(vfs.OpRead, own, 1, 20),
+		sample(vfs.OpWrite, own, 1, 3),
+		sample(vfs.OpLookup, own, 1, 0),
+		sample(vfs.OpWrite, other, 1, 40),
+		sample(vfs.OpWrite, 0, 0, 5),
+		sample(vfs.OpRead, ended, 2, 6),
 	} {
 		u.observe(&s)
 	}
@@ -84,7 +84,7 @@ func TestUsageNamesProcessOfThread(t *testing.T) {
 		for _, c := range filepath.Base(task) {
 			tid = tid*10 + uint32(c-'0')
 		}
-		s := sample(fusefs.OpRead, tid, 0, 1)
+		s := sample(vfs.OpRead, tid, 0, 1)
 		u.observe(&s)
 	}
 	processes, _ := u.usages()
@@ -99,7 +99,7 @@ func TestUsageIsBounded(t *testing.T) {
 	const ended = 1 << 30
 	var u usage
 	for n := range uint32(maxThreads + maxConsumers) {
-		s := sample(fusefs.OpRead, ended+n, n, 1)
+		s := sample(vfs.OpRead, ended+n, n, 1)
 		u.observe(&s)
 	}
 	last := uint32(maxThreads + maxConsumers - 1)
@@ -117,7 +117,7 @@ func TestUsageIsBounded(t *testing.T) {
 // TestUsageDoesNotAllocate checks requests of a known thread.
 func TestUsageDoesNotAllocate(t *testing.T) {
 	var u usage
-	s := sample(fusefs.OpRead, uint32(os.Getpid()), 0, 4096)
+	s := sample(vfs.OpRead, uint32(os.Getpid()), 0, 4096)
 	u.observe(&s)
 	if n := testing.AllocsPerRun(1000, func() { u.observe(&s) }); n != 0 {
 		t.Errorf("allocations per request: got %v, want 0", n)

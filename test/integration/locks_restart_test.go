@@ -13,10 +13,10 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/server/nfsserve"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
@@ -86,8 +86,8 @@ func TestLocksSurviveServerRestart(t *testing.T) {
 }
 
 // lockPort returns a change of a mount that makes it use relay for its locks.
-func lockPort(relay *kit.Relay) func(*fusefs.Options, *nlm.Config) {
-	return func(_ *fusefs.Options, c *nlm.Config) { c.Port = int(relay.Addr().Port()) }
+func lockPort(relay *kit.Relay) func(*vfs.Options, *nlm.Config) {
+	return func(_ *vfs.Options, c *nlm.Config) { c.Port = int(relay.Addr().Port()) }
 }
 
 // TestStolenLockFailsIO lets another client take locks while their holders cannot reach the
@@ -153,7 +153,7 @@ func TestLocalLocks(t *testing.T) {
 		{"all", true, true, "ok", "ok"},
 	} {
 		t.Run(x.name, func(t *testing.T) {
-			change := func(o *fusefs.Options, _ *nlm.Config) { o.LocalPosix, o.LocalFlock = x.posix, x.flock }
+			change := func(o *vfs.Options, _ *nlm.Config) { o.LocalPosix, o.LocalFlock = x.posix, x.flock }
 			a, b := e.mount(t, change), e.mount(t, change)
 			p, q := startLockProcess(t), startLockProcess(t)
 			open2(a, b, p, q)

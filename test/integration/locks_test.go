@@ -8,12 +8,12 @@ import (
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/server/nfsserve"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/ganesha"
@@ -36,7 +36,7 @@ type lockExport struct {
 	service *nlm.Service
 }
 
-func (e *lockExport) mount(t *testing.T, change func(*fusefs.Options, *nlm.Config)) *lockMount {
+func (e *lockExport) mount(t *testing.T, change func(*vfs.Options, *nlm.Config)) *lockMount {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), kit.Timeout)
 	defer cancel()
@@ -49,8 +49,8 @@ func (e *lockExport) mount(t *testing.T, change func(*fusefs.Options, *nlm.Confi
 	t.Cleanup(func() { tr.Close() })
 	kit.Must(t, tr.Connect(ctx))
 	m := &lockMount{}
-	opts := fusefs.DefaultOptions()
-	var fs *fusefs.FS
+	opts := vfs.DefaultOptions()
+	var fs *vfs.FS
 	cfg := nlm.Config{Host: args.Host, MountPort: args.Port, MountPortFirst: true, Caller: e.caller,
 		Service: e.service, Lost: func(fh nfs3.FH, _ nlm.Owner) { fs.LockLost(fh) }}
 	if change != nil {
@@ -59,7 +59,7 @@ func (e *lockExport) mount(t *testing.T, change func(*fusefs.Options, *nlm.Confi
 	m.locks = nlm.New(cfg)
 	t.Cleanup(m.locks.Close)
 	opts.Locks = m.locks
-	if fs, err = fusefs.New(ctx, nfs3.NewClient(tr, nfs3.Options{}), root.FH, opts); err != nil {
+	if fs, err = vfs.New(ctx, nfs3.NewClient(tr, nfs3.Options{}), root.FH, opts); err != nil {
 		t.Fatal(err)
 	}
 	m.dir = mounts.Mount(t, fs, args.Host+":"+args.Export)

@@ -9,12 +9,12 @@ import (
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/server/nfsserve"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/lockrace"
@@ -84,7 +84,7 @@ func mountIt(t *testing.T, c mountConfig) *mount {
 		err = tr.Connect(ctx)
 	}
 	kit.Must(t, err)
-	fs, err := fusefs.New(ctx, nfs3.NewClient(tr, nfs3.Options{}), root.FH, fusefs.DefaultOptions())
+	fs, err := vfs.New(ctx, nfs3.NewClient(tr, nfs3.Options{}), root.FH, vfs.DefaultOptions())
 	kit.Must(t, err)
 	return &mount{dir: mounts.Mount(t, fs, c.export.Host+":"+c.export.Export), tr: tr}
 }

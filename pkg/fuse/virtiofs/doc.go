@@ -41,7 +41,7 @@
 //   - The data of a READ arrives there: softiwarp reads it from its socket into the guest's pages.
 //     The request ends after the registration of the pages is invalidated, as for any buffer. The
 //     pages must be pieces that meet at page boundaries, and the file system must have
-//     fusefs.Options.ReadInPlace. Otherwise the data is copied from a buffer (request.Send).
+//     vfs.Options.ReadInPlace. Otherwise the data is copied from a buffer (request.Send).
 //   - The data of a WRITE is copied from there to an extent.
 //
 // The guest can change data at any time. No code decides anything by data there: sizes come from

@@ -14,11 +14,11 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/verify"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
@@ -77,16 +77,16 @@ func report(r *childReport, fds ...int) {
 
 // childState is the state of one share.
 type childState struct {
-	fs      *fusefs.State
+	fs      *vfs.State
 	buffers *membuf.Pool
 	share   *State
 }
 
 func (c *childState) make() (err error) {
-	if c.buffers, err = membuf.NewFilePool("data", fusefs.MaxIOSize, childBuffers); err != nil {
+	if c.buffers, err = membuf.NewFilePool("data", vfs.MaxIOSize, childBuffers); err != nil {
 		return err
 	}
-	if c.fs, err = fusefs.NewState(nil, childBuffers, [16]byte{1}); err != nil {
+	if c.fs, err = vfs.NewState(nil, childBuffers, [16]byte{1}); err != nil {
 		return err
 	}
 	c.share, err = NewState()
@@ -108,7 +108,7 @@ func (c *childState) send() error {
 
 func (c *childState) open() (err error) {
 	for {
-		if c.fs, err = fusefs.OpenState(os.NewFile(4, "state")); err == nil || !errors.Is(err, slotfile.ErrLocked) {
+		if c.fs, err = vfs.OpenState(os.NewFile(4, "state")); err == nil || !errors.Is(err, slotfile.ErrLocked) {
 			break
 		}
 		time.Sleep(time.Millisecond)
@@ -116,7 +116,7 @@ func (c *childState) open() (err error) {
 	if err != nil {
 		return err
 	}
-	if c.buffers, err = membuf.OpenFilePool(os.NewFile(5, "data"), fusefs.MaxIOSize, c.fs.Buffers()); err != nil {
+	if c.buffers, err = membuf.OpenFilePool(os.NewFile(5, "data"), vfs.MaxIOSize, c.fs.Buffers()); err != nil {
 		return err
 	}
 	for {
@@ -170,13 +170,13 @@ func serveChild(o *childOrder) error {
 	if err != nil {
 		return err
 	}
-	opts := fusefs.DefaultOptions()
+	opts := vfs.DefaultOptions()
 	opts.Guest, opts.Buffers, opts.State, opts.Settled = true, c.buffers, c.fs, tr.ReleaseReserved
-	opts.Lost = func(l fusefs.Loss) { report(&childReport{Err: fmt.Sprintf("lost data: %+v", l)}) }
+	opts.Lost = func(l vfs.Loss) { report(&childReport{Err: fmt.Sprintf("lost data: %+v", l)}) }
 	opts.Failed = func(reason string, stack []byte) {
 		report(&childReport{Err: fmt.Sprintf("failed: %s\n%s", reason, stack)})
 	}
-	fs, err := fusefs.New(ctx, nfs3.NewClient(tr, nfs3.Options{}), root, opts)
+	fs, err := vfs.New(ctx, nfs3.NewClient(tr, nfs3.Options{}), root, opts)
 	if err != nil {
 		return err
 	}

@@ -22,12 +22,12 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
 	"github.com/nfsrdmad/nfsrdmad/internal/server/nfsserve"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/server"
@@ -41,7 +41,7 @@ func TestMain(m *testing.M) {
 
 // waitingFS makes LOOKUPs of the name "wait" wait for their INTERRUPT.
 type waitingFS struct {
-	*fusefs.FS
+	*vfs.FS
 	waiting  atomic.Int32
 	placed   atomic.Int32 // READs whose data arrived in the guest's memory
 	gathered atomic.Int32 // WRITEs from several places of the guest's memory
@@ -127,10 +127,10 @@ func newDeviceOf(t testing.TB, s *server.Server) *device {
 	tr, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: s.RDMAAddr})
 	kit.Must(t, err)
 	kit.Must(t, tr.Connect(context.Background()))
-	pool := membuf.NewPool(fusefs.MaxIOSize, 16)
-	opts := fusefs.DefaultOptions()
+	pool := membuf.NewPool(vfs.MaxIOSize, 16)
+	opts := vfs.DefaultOptions()
 	opts.Guest, opts.ReadInPlace, opts.Buffers = true, true, pool
-	fs, err := fusefs.New(context.Background(), nfs3.NewClient(tr, nfs3.Options{}), root.FH, opts)
+	fs, err := vfs.New(context.Background(), nfs3.NewClient(tr, nfs3.Options{}), root.FH, opts)
 	kit.Must(t, err)
 	d.fs = &waitingFS{FS: fs}
 	logger := hclog.New(&hclog.LoggerOptions{Output: d.log, Level: hclog.Debug})

@@ -5,7 +5,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 )
 
 // closeTimeout bounds the calls of FS.Close on a busy host.
@@ -13,10 +13,10 @@ const closeTimeout = 30 * time.Second
 
 // Mount mounts fs on a new directory, which it returns, until the test ends. Then it closes fs.
 // source is the name of the file system in the mount table.
-func Mount(t testing.TB, fs *fusefs.FS, source string) (dir string) {
+func Mount(t testing.TB, fs *vfs.FS, source string) (dir string) {
 	t.Helper()
 	dir = t.TempDir()
-	srv, err := fusefs.Mount(dir, fs, fusefs.MountOptions{FsName: source})
+	srv, err := vfs.Mount(dir, fs, vfs.MountOptions{FsName: source})
 	if err != nil {
 		t.Fatal(err)
 	}

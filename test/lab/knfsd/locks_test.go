@@ -11,8 +11,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
@@ -32,7 +32,7 @@ func (b bench) lockMount(t *testing.T, caller string) *lockMount {
 	t.Helper()
 	m := &lockMount{locks: nlm.New(nlm.Config{Host: b.NLM.Addr().String(), Port: int(b.NLM.Port()), Caller: caller})}
 	t.Cleanup(m.locks.Close)
-	m.mount = b.mountWith(t, shortWaits, func(o *fusefs.Options) { o.Locks = m.locks })
+	m.mount = b.mountWith(t, shortWaits, func(o *vfs.Options) { o.Locks = m.locks })
 	var err error
 	if m.f, err = os.OpenFile(m.file(), os.O_RDWR|os.O_CREATE, 0o644); err != nil {
 		t.Fatal(err)

@@ -10,11 +10,11 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
@@ -24,7 +24,7 @@ import (
 type mount struct {
 	dir string
 	tr  *xprt.Transport
-	fs  *fusefs.FS
+	fs  *vfs.FS
 }
 
 // opTimeout bounds every operation that does not depend on the amount of data, on a busy machine.
@@ -96,18 +96,18 @@ func (b bench) mount(t *testing.T, change func(*xprt.Config)) *mount {
 }
 
 // mountWith is mount with other options of the file system. options, if not nil, changes them.
-func (b bench) mountWith(t *testing.T, change func(*xprt.Config), options func(*fusefs.Options)) *mount {
+func (b bench) mountWith(t *testing.T, change func(*xprt.Config), options func(*vfs.Options)) *mount {
 	t.Helper()
 	root := b.root(t, lab.ExportRW)
 	tr := b.transport(t, change)
 	ctx, cancel := context.WithTimeout(context.Background(), opTimeout)
 	defer cancel()
-	opts := fusefs.DefaultOptions()
+	opts := vfs.DefaultOptions()
 	opts.ACL = nfsacl.NewClient(tr, nil)
 	if options != nil {
 		options(&opts)
 	}
-	fs, err := fusefs.New(ctx, nfs3.NewClient(tr, nfs3.Options{}), root, opts)
+	fs, err := vfs.New(ctx, nfs3.NewClient(tr, nfs3.Options{}), root, opts)
 	if err != nil {
 		t.Fatal(err)
 	}

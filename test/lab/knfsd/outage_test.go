@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
@@ -137,7 +137,7 @@ func testOutage(t *testing.T, b bench, restarted bool, strike func(*testing.T, *
 	data := randomBytes(outageSize)
 	wantIn := sha256.Sum256(data)
 	// No data becomes stable because of its age, also on a slow machine.
-	m := b.mountWith(t, shortWaits, func(o *fusefs.Options) { o.DirtyExpire = 0 })
+	m := b.mountWith(t, shortWaits, func(o *vfs.Options) { o.DirtyExpire = 0 })
 	o := &outage{m: m, inEnd: make(chan error, 1), outEnd: make(chan error, 1), inDone: make(chan struct{}),
 		outDone: make(chan struct{})}
 	o.in = exec.Command("dd", "of="+filepath.Join(m.dir, "in"), "bs=1M", "iflag=fullblock", "conv=fsync", "status=none")

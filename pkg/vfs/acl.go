@@ -1,0 +1,303 @@
+package vfs
+
+import (
+	"context"
+	"errors"
+	"syscall"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+)
+
+// POSIX ACLs are the extended attributes system.posix_acl_access and system.posix_acl_default. The
+// client gets and sets them with NFSACL. NFSv3 has no other extended attributes.
+
+// maxCachedACL is the maximum number of entries of ACLs that are cached. It bounds the memory that
+// a server can make the client use for one inode.
+const maxCachedACL = 32
+
+// cachedACLs are the ACLs of an inode at the time when its ctime was ctime.
+type cachedACLs struct {
+	nfsacl.ACLs
+	ctime nfs3.Time3
+}
+
+// probeACL asks the server once whether it supports NFSACL. The error is that of the transport.
+func (fs *FS) probeACL(ctx context.Context, cred []byte, client *nfsacl.Client) error {
+	if client == nil {
+		return nil
+	}
+	err := client.Null(ctx, cred)
+	var accept *sunrpc.AcceptError
+	var denied *sunrpc.DeniedError
+	switch {
+	case err == nil:
+		fs.acl = client
+	case errors.As(err, &accept), errors.As(err, &denied):
+	default:
+		return err
+	}
+	return nil
+}
+
+// SupportsACLs reports whether the server supports NFSACL and the client uses it.
+func (fs *FS) SupportsACLs() bool { return fs.acl != nil }
+
+// isACL reports whether the name of an extended attribute is that of an ACL.
+func isACL(name string) bool { return name == nfsacl.XattrAccess || name == nfsacl.XattrDefault }
+
+// GetXAttr handles getxattr(2).
+func (fs *FS) GetXAttr(cancel <-chan struct{}, h *fuse.InHeader, name string, dest []byte) (n uint32, s fuse.Status) {
+	if fs.acl == nil || !isACL(name) {
+		fs.Counters.Ops[OpGetXAttr].Add(1)
+		return 0, fuse.Status(syscall.EOPNOTSUPP)
+	}
+	s = fs.onNode(OpGetXAttr, cancel, h, func(r *request, ino *inode) error {
+		fs.countACL(ino, r.cred)
+		acls, err := fs.acls(r, ino)
+		if err != nil {
+			return err
+		}
+		acl := acls.Access
+		if name == nfsacl.XattrDefault {
+			acl = acls.Default
+		}
+		if len(acl) == 0 {
+			return syscall.ENODATA
+		}
+		n = uint32(acl.XattrSize())
+		if int(n) > len(dest) {
+			return syscall.ERANGE // go-fuse replies with the size when the caller asks for it
+		}
+		acl.AppendXattr(dest[:0])
+		return nil
+	})
+	return n, s
+}
+
+// ListXAttr handles listxattr(2).
+func (fs *FS) ListXAttr(cancel <-chan struct{}, h *fuse.InHeader, dest []byte) (n uint32, s fuse.Status) {
+	if fs.acl == nil {
+		return 0, fuse.Status(syscall.EOPNOTSUPP)
+	}
+	s = fs.onNode(OpListXAttr, cancel, h, func(r *request, ino *inode) error {
+		fs.countACL(ino, r.cred)
+		acls, err := fs.acls(r, ino)
+		if errno(err) == syscall.EOPNOTSUPP {
+			return nil // a file system of the server without ACLs
+		}
+		if err != nil {
+			return err
+		}
+		var list []byte
+		if len(acls.Access) > 0 {
+			list = append(list, nfsacl.XattrAccess+"\x00"...)
+		}
+		if len(acls.Default) > 0 {
+			list = append(list, nfsacl.XattrDefault+"\x00"...)
+		}
+		n = uint32(len(list))
+		if len(list) > len(dest) {
+			return syscall.ERANGE
+		}
+		copy(dest, list)
+		return nil
+	})
+	return n, s
+}
+
+// SetXAttr handles setxattr(2).
+func (fs *FS) SetXAttr(cancel <-chan struct{}, in *fuse.SetXAttrIn, name string, value []byte) fuse.Status {
+	if fs.acl == nil || !isACL(name) {
+		return fuse.Status(syscall.EOPNOTSUPP)
+	}
+	return fs.onNode(OpSetXAttr, cancel, &in.InHeader, func(r *request, ino *inode) error {
+		acl, err := nfsacl.ParseXattr(value)
+		if err != nil {
+			return syscall.EINVAL
+		}
+		return fs.setACL(r, ino, name, acl)
+	})
+}
+
+// RemoveXAttr handles removexattr(2).
+func (fs *FS) RemoveXAttr(cancel <-chan struct{}, h *fuse.InHeader, name string) fuse.Status {
+	if fs.acl == nil || !isACL(name) {
+		return fuse.Status(syscall.EOPNOTSUPP)
+	}
+	return fs.onNode(OpRemoveXAttr, cancel, h, func(r *request, ino *inode) error {
+		return fs.setACL(r, ino, name, nil)
+	})
+}
+
+// acls returns the ACLs of a node. An ACL that says no more than the mode is left out.
+func (fs *FS) acls(r *request, ino *inode) (nfsacl.ACLs, error) {
+	acls, err := fs.sharedACLs(r, r.cred, ino)
+	if err != nil {
+		return acls, fs.checkStale(ino, aclError(err))
+	}
+	return acls, nil
+}
+
+// sharedACLs is acls, with the error of the call. It waits for a call of another goroutine, once.
+func (fs *FS) sharedACLs(ctx context.Context, cred []byte, ino *inode) (nfsacl.ACLs, error) {
+	if acls, ok := fs.cachedACLs(ino); ok {
+		return acls, nil
+	}
+	done := fs.aclCalls.begin(ino)
+	if done == nil {
+		defer fs.aclCalls.end(ino)
+		return fs.askACLs(ctx, cred, ino)
+	}
+	select {
+	case <-done:
+	case <-ctx.Done():
+		return nfsacl.ACLs{}, syscall.EINTR
+	}
+	if acls, ok := fs.cachedACLs(ino); ok {
+		return acls, nil
+	}
+	return fs.askACLs(ctx, cred, ino) // the other call failed, or its reply is not cacheable
+}
+
+// cachedACLs returns the ACLs of a node if they are known.
+func (fs *FS) cachedACLs(ino *inode) (acls nfsacl.ACLs, ok bool) {
+	ino.mu.Lock()
+	defer ino.mu.Unlock()
+	if c := ino.acls; c != nil && c.ctime == ino.attr.Ctime && fs.freshLocked(ino) {
+		return c.ACLs, true
+	}
+	return acls, false
+}
+
+// askACLs asks the server for the ACLs of a node.
+func (fs *FS) askACLs(ctx context.Context, cred []byte, ino *inode) (nfsacl.ACLs, error) {
+	mask := uint32(nfsacl.MaskAccess | nfsacl.MaskAccessCount)
+	ino.mu.Lock()
+	if ino.isDir() {
+		mask = nfsacl.MaskAll
+	}
+	ino.mu.Unlock()
+	for try := 0; ; try++ {
+		var attr nfs3.PostOpAttr
+		start := fs.clock.Now()
+		acls, err := fs.acl.Get(ctx, cred, ino.fh, mask, &attr)
+		if fs.retryJukebox(ctx, err, try) {
+			continue
+		}
+		if err != nil {
+			return acls, err
+		}
+		if acls.Access.Minimal() {
+			acls.Access = nil
+		}
+		if attr.Present && fs.updateAttr(ino, &attr.Attr, start) &&
+			max(len(acls.Access), len(acls.Default)) <= maxCachedACL {
+			ino.mu.Lock()
+			if start >= ino.aclClock {
+				ino.acls = &cachedACLs{acls, attr.Ctime}
+			}
+			ino.mu.Unlock()
+		}
+		return acls, nil
+	}
+}
+
+// dropACLs drops the ACLs of a node after a reply to a call that may have changed them, and makes
+// askACLs ignore replies to calls that were sent before.
+func (fs *FS) dropACLs(ino *inode) {
+	ino.mu.Lock()
+	defer ino.mu.Unlock()
+	ino.acls, ino.aclClock = nil, fs.clock.Tick()
+}
+
+// aclError returns EOPNOTSUPP when the server has stopped to support NFSACL.
+func aclError(err error) error {
+	var accept *sunrpc.AcceptError
+	if errors.As(err, &accept) {
+		return syscall.EOPNOTSUPP
+	}
+	return err
+}
+
+// setACL replaces one ACL of a node. An empty access ACL stands for that of the mode. A server
+// replaces both ACLs of a directory, so the call also contains the other one.
+func (fs *FS) setACL(r *request, ino *inode, name string, acl nfsacl.ACL) error {
+	ino.mu.Lock()
+	dir := ino.isDir()
+	ino.mu.Unlock()
+	if name == nfsacl.XattrDefault && !dir {
+		if len(acl) == 0 {
+			return nil
+		}
+		return syscall.EACCES // as Linux's local file systems
+	}
+	acls := nfsacl.ACLs{Mask: nfsacl.MaskAccess, Access: acl}
+	if dir {
+		current, err := fs.askACLs(r, r.cred, ino) // another client may have changed the other ACL
+		if err != nil {
+			return fs.checkStale(ino, aclError(err))
+		}
+		acls.Mask |= nfsacl.MaskDefault
+		if acls.Default = current.Default; name == nfsacl.XattrDefault {
+			acls.Access, acls.Default = current.Access, acl
+		}
+	}
+	if err := fs.sync(r, ino); err != nil { // the new ACL may forbid a later COMMIT
+		return err
+	}
+	var a nfs3.Attr
+	if _, err := fs.fetch(r, r.cred, ino, &a); err != nil {
+		return err
+	}
+	if len(acls.Access) == 0 {
+		acls.Access = nfsacl.FromMode(a.Mode)
+	}
+	return fs.setACLs(r, ino, &acls, nfsacl.Owner{UID: a.UID, GID: a.GID})
+}
+
+// setACLs sends a SETACL and stores the attributes of the reply.
+func (fs *FS) setACLs(r *request, ino *inode, acls *nfsacl.ACLs, owner nfsacl.Owner) error {
+	fs.invalidateAttr(ino)
+	for try := 0; ; try++ {
+		var attr nfs3.PostOpAttr
+		start := fs.clock.Now()
+		err := fs.acl.Set(r, r.cred, ino.fh, acls, owner, &attr)
+		fs.dropACLs(ino)
+		if fs.retryJukebox(r, err, try) {
+			continue
+		}
+		fs.dropAttr(ino) // the mode has changed
+		if err != nil {
+			fs.invalidateAttr(ino)
+			return fs.checkStale(ino, aclError(err))
+		}
+		ino.mu.Lock()
+		ino.newEpoch(fs)
+		ino.mu.Unlock()
+		fs.updateWcc(ino, &nfs3.WccData{HasAfter: attr.Present, After: attr.Attr}, start, true)
+		return nil
+	}
+}
+
+// newMode returns the mode of a new object in dir. The umask of the caller applies only when the
+// directory has no default ACL (umask(2)). The server applies the default ACL.
+func (fs *FS) newMode(r *request, dir *inode, mode, umask uint32) nfs3.SetAttr {
+	if !fs.hasDefaultACL(r, dir) {
+		mode &^= umask
+	}
+	return modeOnly(mode)
+}
+
+// hasDefaultACL reports whether new objects in dir inherit an ACL. When the server does not say,
+// they do not.
+func (fs *FS) hasDefaultACL(r *request, dir *inode) bool {
+	if fs.acl == nil {
+		return false
+	}
+	acls, err := fs.acls(r, dir)
+	return err == nil && len(acls.Default) > 0
+}

@@ -1,0 +1,200 @@
+package vfs
+
+import (
+	"context"
+	"strconv"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+)
+
+// A server answers NFS3ERR_JUKEBOX when a call for one object would take long, for example while
+// a tape is loaded (RFC 1813 §2.6). The calls for this object are repeated. During the delays they
+// hold nothing that calls for other objects need: no slot of the transport, no slot for WRITE
+// calls, no buffer of a read, and no place among the kernel's background requests.
+
+// jukeboxMinDelay and jukeboxMaxDelay bound the delay before a retry after NFS3ERR_JUKEBOX. The
+// kernel's NFS client waits 5 s (NFS_JUKEBOX_RETRY_TIME).
+const (
+	jukeboxMinDelay = 100 * time.Millisecond
+	jukeboxMaxDelay = 5 * time.Second
+)
+
+// jukeboxDelay returns the delay before a retry: it doubles up to jukeboxMaxDelay.
+func jukeboxDelay(try int) time.Duration {
+	if try < 6 { // 2^6 times the minimum exceeds the maximum
+		return min(jukeboxMinDelay<<try, jukeboxMaxDelay)
+	}
+	return jukeboxMaxDelay
+}
+
+func isBusy(err error) bool { return hasStatus(err, nfs3.ErrJukebox) }
+
+// retryJukebox reports whether to retry a call that returned err, after a delay. retryJukebox
+// returns false when the error is not NFS3ERR_JUKEBOX, when ctx ends during the delay, or when the
+// delays exceed BusyTimeout.
+func (fs *FS) retryJukebox(ctx context.Context, err error, try int) bool {
+	if !isBusy(err) || fs.busyTooLong(try) {
+		return false
+	}
+	t := time.NewTimer(jukeboxDelay(try))
+	defer t.Stop()
+	select {
+	case <-t.C:
+		fs.Counters.JukeboxRetries.Add(1)
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// busyTooLong reports whether the delays before a try exceed BusyTimeout.
+func (fs *FS) busyTooLong(try int) bool {
+	limit := fs.opts.BusyTimeout
+	if limit <= 0 {
+		return false
+	}
+	var delays time.Duration
+	for i := 0; i < try && delays < limit; i++ {
+		delays += jukeboxDelay(i)
+	}
+	return delays >= limit
+}
+
+// A busyMark tells whether a call with written data counts its file as busy.
+type busyMark bool
+
+// retryBusy is retryJukebox for a call with written data. It counts the file as busy until the
+// server answers such a call otherwise. When the delays exceed BusyTimeout, it sets *err to
+// BusyErrno.
+func (fs *FS) retryBusy(ctx context.Context, ino *inode, err *error, try int, mark *busyMark) bool {
+	if !isBusy(*err) {
+		fs.clearBusy(ino, mark)
+		return false
+	}
+	if !*mark {
+		fs.setBusy(ino, mark)
+	}
+	retry := fs.retryJukebox(ctx, *err, try)
+	if !retry && ctx.Err() == nil {
+		*err = fs.opts.BusyErrno
+	}
+	return retry
+}
+
+func (fs *FS) setBusy(ino *inode, mark *busyMark) {
+	*mark = true
+	fs.dirty.Lock()
+	defer fs.dirty.Unlock()
+	ino.wb().busy++
+	fs.serveWriters() // the waits of writers may be useless now
+}
+
+// clearBusy reverses the mark of retryBusy.
+func (fs *FS) clearBusy(ino *inode, mark *busyMark) {
+	if !*mark {
+		return
+	}
+	*mark = false
+	fs.dirty.Lock()
+	defer fs.dirty.Unlock()
+	ino.wb().busy--
+	fs.serveWriters()
+}
+
+// pauseRead is retryJukebox for a call with cred that reads into t, of which done bytes are read. It
+// gives a buffer of the pool back during the delay, and sets *err to nil when the call must be
+// repeated. It returns the bytes that are still in t. After an error t may have no memory.
+func (fs *FS) pauseRead(r *request, cred []byte, err *error, t *target, done, try int) int {
+	pooled := t.buf != nil
+	keeps := fs.busyReads.begin(pooled && done > 0, fs.buffers.Limit())
+	if pooled && !keeps {
+		t.dropBuffer(fs)
+		done = 0
+	}
+	retry := fs.retryJukebox(r, *err, try)
+	fs.busyReads.end(keeps)
+	if !retry {
+		return done
+	}
+	if len(t.all) == 0 {
+		buf := fs.getBuffer(r, cred)
+		if buf == nil {
+			*err = syscall.EINTR
+			return 0
+		}
+		t.useBuffer(buf)
+	}
+	*err = nil
+	return done
+}
+
+const (
+	// busyReadStep is the unit by which the bound of background requests changes.
+	busyReadStep = 64
+	// maxBusyReads bounds how far the bound of background requests grows.
+	maxBusyReads = 8192
+	// keepShare is the fraction of the buffers that delayed reads may keep: 1/4.
+	keepShare = 4
+)
+
+// busyReads counts the reads that are delayed because the server is busy, and the buffered reads
+// that wait for a buffer. The kernel bounds the number of its background requests (read-ahead and
+// other buffered reads) in flight, and those of all users wait for it in one queue. It gets a higher
+// bound while reads are delayed, so that the requests for other files and of other users proceed.
+type busyReads struct {
+	mu    sync.Mutex
+	n     int         // delayed reads
+	kept  int         // reads of a busy server that keep their buffers
+	raise int         // current addition to maxBackground
+	apply func(n int) // sets the kernel's bound; nil while not mounted
+}
+
+// begin counts a delayed read. keeps tells whether the read may keep its buffer, because it has
+// data and few delayed reads keep theirs. Otherwise the read starts again after the delay.
+func (b *busyReads) begin(hasData bool, buffers int) (keeps bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.n++
+	b.adjust()
+	keeps = hasData && b.kept < buffers/keepShare
+	if keeps {
+		b.kept++
+	}
+	return keeps
+}
+
+// end reverses begin.
+func (b *busyReads) end(keeps bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.n--
+	if keeps {
+		b.kept--
+	}
+	b.adjust()
+}
+
+// adjust changes the kernel's bound in steps, so that few reads cause a change. The caller holds
+// mu.
+func (b *busyReads) adjust() {
+	steps := (b.n + busyReadStep/2) / busyReadStep
+	raise := min((steps+1)*busyReadStep, maxBusyReads)
+	if b.n < busyReadStep/4 {
+		raise = 0
+	}
+	if b.apply != nil && (raise > b.raise || raise < b.raise-busyReadStep || raise == 0 && b.raise > 0) {
+		b.raise = raise
+		b.apply(maxBackground + raise)
+	}
+}
+
+// watchBusyReads lets the FS adjust the kernel's bound of background requests.
+func (s *Server) watchBusyReads() {
+	b := &s.fs.busyReads
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.apply = func(n int) { s.control("max_background", strconv.Itoa(n)) }
+}

@@ -1,0 +1,129 @@
+// Package vfs serves an NFSv3 file system through package kernel.
+//
+// The package translates the requests of the kernel's FUSE client to NFSv3 procedures (RFC 1813).
+// The package keeps the state of an NFS client: the file handle of each node, cached attributes
+// with their age, and written data that is not yet stable on the server. The package does not
+// depend on a transport: an nfs3.Client makes its calls.
+//
+// # Files
+//
+//	fs.go         FS, Options, New, Close
+//	mount.go      Mount and Server
+//	unmount.go    unmount, abort, and mount points that other programs detached
+//	mountpoint.go the mount point as a descriptor, fsopen(2), mount(2)
+//	device.go     device numbers, the mount table, poll(2)
+//	request.go    one kernel request as a context; interrupts end its RPCs
+//	cred.go       uid, gid and groups of the calling process as AUTH_SYS (RFC 5531 appendix A)
+//	inode.go      the inode table: node number, file handle, lookup count
+//	handlemap.go  nodes by file handle
+//	shrink.go     memory that is returned after the kernel forgot many nodes
+//	attr.go       attributes: conversion, age, weak cache consistency (RFC 1813 §2.6, §3.3.1)
+//	pagecache.go  when the kernel drops cached pages
+//	namecache.go  when cached names expire
+//	stale.go      names in stale directories
+//	acl.go        POSIX ACLs (NFSACL), the umask
+//	aclahead.go   ACLs of files that a program lists, before it asks for them
+//	nodes.go      GETATTR, SETATTR, ACCESS, READLINK, FSSTAT
+//	names.go      LOOKUP and the procedures that make names (RFC 1813 §3.3.3, §3.3.8 to §3.3.11, §3.3.15)
+//	lookupcache.go names that a user may use without a LOOKUP
+//	soleuser.go   names that the kernel keeps while one user uses the mount
+//	remove.go     REMOVE, RMDIR, RENAME, and the renaming of open files ("silly rename")
+//	openremove.go the order of an open and a concurrent removal of the same file
+//	file.go       open, flush, fsync, release: close-to-open consistency
+//	create.go     CREATE, and the open of a file that another client created first
+//	read.go       READ into memory of the connection, or into a buffer that the connection gives to the kernel
+//	pieces.go     data of a READ or WRITE in several pieces
+//	writebackcache.go writes that the kernel gathers in its pages
+//	write.go      write-behind: extents, WRITE
+//	overlay.go    reads and sizes that include data that the server may have lost
+//	dirty.go      bounds of the age and the size of written data
+//	drain.go      write of all data before the mount ends, and lost data
+//	droppages.go  cached pages of rejected data, and of data written past them
+//	failure.go    panics
+//	buffers.go    the shares of reads and written data in the buffer pool
+//	reclaimer.go  writes back files while requests wait for buffers
+//	busy.go       retries after NFS3ERR_JUKEBOX
+//	invalid.go    replies that break the protocol
+//	commit.go     COMMIT, write verifiers, replay (RFC 1813 §3.3.7, §3.3.21, §4.8)
+//	readdir.go    READDIR and READDIRPLUS (RFC 1813 §3.3.16, §3.3.17)
+//	walk.go       attributes that one READDIRPLUS renews for a walk of a directory
+//	lock.go       fcntl(2) and flock(2) locks by package nlm
+//	state.go      records from which the next process continues the mount
+//	restore.go    continues the mount of an earlier process
+//	resend.go     requests that the kernel sends again to the next process
+//	owner.go      the process on whose behalf an RPC is made
+//	counters.go   counters
+//
+// # Promises
+//
+// Consistency is close-to-open. An open gets the file's attributes from the server and drops the
+// kernel's cached pages when another client changed the file. A close returns after all written
+// data is on stable storage, or returns the write error. A read returns all earlier writes on the
+// same mount. Changes by this mount keep cached pages and names.
+//
+// No user gets data or names with the rights of another user. Each open asks the server (ACCESS)
+// for the rights of its user before it uses cached pages. Each use of a name is answered by the
+// server for this user, or from the name cache when the server has let this user search the
+// directory (lookupcache.go, and soleuser.go for an exception). Besides, the kernel checks mode
+// bits (default_permissions): both must allow an access. FIFOs, sockets, device files, chdir(2) and
+// access(2) cause no call, so only mode bits protect them.
+//
+// Data is sent UNSTABLE and kept until a COMMIT returns the verifier of every WRITE. When the
+// server restarts in between, the data is sent again in order. Reads, sizes and appends include the
+// data that is not committed, so that programs do not see this loss.
+//
+// Data of an open file is made stable when it is DirtyExpire old. When the server rejects data, the
+// open files report the error, and the kernel drops the data from its cache.
+//
+// The buffer pool bounds the memory for data. Readers and writers share it. While requests wait for
+// a buffer, other files are written back. The users whose requests wait have turns. A pool with a
+// single buffer is slow but correct.
+// DirtyBytes and DirtyTotal bound the data that is not stable. A mount whose server does not answer
+// holds no more than its own bound.
+//
+// A panic of a request or a goroutine fails the FS. Later requests return EIO and take no lock.
+// Data that the server accepts is still written.
+//
+// No reply of a server causes a panic or an endless loop. Package nfs3 checks handles, names and
+// lengths. This package returns EIO for repeated directory cookies, for reads without progress, and
+// for write verifiers that keep changing. invalidReply counts these replies.
+//
+// A file that is open on the mount stays usable after this mount removes or replaces it, even when
+// the open and the removal run concurrently. A file that another client removes becomes stale.
+//
+// A signal that does not terminate the process does not interrupt its calls. Local file systems and
+// Linux's NFS client behave the same (nfs(5), "intr"). A fatal signal ends the RPC, and the call
+// returns EINTR. Data that the process wrote before is written in the background. When the mount is
+// aborted, calls return EIO.
+//
+// Locks exclude other clients. A lock request first writes the file's data to the server. When the
+// lock is granted, the kernel's cached pages of the file are dropped. An unlock first writes the
+// data that was written under the lock.
+//
+// With Options.State, the mount survives the end of the process, also by SIGKILL. All that the next
+// process needs is recorded before the kernel or the program can depend on it. Effects happen once,
+// although the kernel sends requests without reply again (resend.go). Caches are not recorded: the
+// next process asks the server again, and makes the kernel drop the pages of open files.
+//
+// After Unmount or ForceUnmount succeeds, this file system is not mounted at the mount point.
+// Mounts of other programs there stay. When the connection is ended from outside, the file system
+// is unmounted automatically.
+//
+// # Locks
+//
+// lookupCache.mu, credentials.mu, nameExpiry.mu and busyReads.mu each guard their fields.
+// reclaimer.mu guards its fields, and is held while reclaim takes FS.dirty.
+//
+// inodeTable.mu guards the maps, lookup counts, open counts and removals in flight. inode.mu guards
+// one node's attributes. State.mu guards the records of requests. writeback.mu guards the extents
+// of one node. interrupts.mu guards the active requests. handleLocks.mu guards the
+// lock owners of one open file. reopens.mu, aclCalls, aclsAhead, FS.handles and FS.dirty each guard
+// one table. DirtyTotal.mu guards the bytes of several FSs. Code that may panic unlocks with defer.
+//
+// dirHandle.mu serializes the reads of one open directory. No other lock is held during an RPC.
+// Server.mu is held during umount(2), which may wait for the server. Only unmounts take Server.mu.
+//
+// Lock writeback.mu before FS.handles, FS.dirty and inode.mu, FS.dirty before DirtyTotal.mu,
+// inodeTable.mu and FS.handles before inode.mu, and inodeTable.mu and inode.mu before
+// lookupCache.mu. Take each other lock alone.
+package vfs

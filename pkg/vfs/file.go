@@ -1,0 +1,344 @@
+package vfs
+
+import (
+	"sync/atomic"
+	"syscall"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+)
+
+// A fileHandle is one open file. READs and WRITEs of a fileHandle use the credential of the user
+// who opened the file, also when another process uses the handle.
+type fileHandle struct {
+	id       uint64
+	ino      *inode
+	cred     []byte
+	flags    uint32   // of open(2)
+	state    *State   // nil if the mount is not kept
+	kept     keptSlot // owned by the goroutine that opens or releases the file
+	writable bool
+	direct   bool   // I/O past the kernel's pages
+	watched  bool   // guarded by FS.handles: open for buffered reads
+	closed   bool   // guarded by FS.handles
+	errSeen  uint64 // guarded by ino.wb().mu: number of errors reported so far
+	// setID is true after a write to a file with a set-user-ID or set-group-ID bit. The server may
+	// have cleared the bit.
+	setID atomic.Bool
+	// flushed is true after a close(2). RELEASE follows unless a process has a copy of the
+	// descriptor.
+	flushed atomic.Bool
+	locks   handleLocks
+}
+
+// newFile returns the number of a new open file. It returns ENFILE if a kept mount has too many, and
+// EMFILE if the user has too many of them.
+func (fs *FS) newFile(r *request, ino *inode, flags uint32) (uint64, error) {
+	h := fs.makeFile(ino, r.cred, flags)
+	h.id = fs.nextHandle()
+	r.keepHandle(h.id)
+	if err := fs.inodes.keep(ino); err != nil {
+		return 0, err
+	}
+	if err := fs.state.addFile(h); err != nil {
+		return 0, err
+	}
+	fs.addFile(h)
+	return h.id, nil
+}
+
+func (fs *FS) makeFile(ino *inode, cred []byte, flags uint32) *fileHandle {
+	h := &fileHandle{ino: ino, cred: cred, flags: flags, state: fs.state,
+		writable: flags&syscall.O_ACCMODE != syscall.O_RDONLY, direct: fs.direct(flags)}
+	h.watched = fs.explicitPages() && flags&syscall.O_ACCMODE != syscall.O_WRONLY && !h.direct
+	if !h.direct {
+		ino.mu.Lock()
+		ino.buffered = true
+		ino.mu.Unlock()
+	}
+	if w := ino.data.Load(); w != nil {
+		w.mu.Lock()
+		h.errSeen = w.errSeq
+		w.mu.Unlock()
+	}
+	return h
+}
+
+// pin counts the inode as open, so that a later removal hides the file instead of removing it.
+// removed is true when a removal in flight may have removed the file. On error the inode is not
+// pinned.
+//
+// unpin reverses pin. unpin removes the file when the file is hidden and was open only here.
+func (fs *FS) pin(r *request, ino *inode) (removed bool, err error) {
+	fs.inodes.openFile(ino)
+	removed, err = fs.awaitRemovals(r, ino)
+	if err != nil {
+		fs.unpin(ino)
+	}
+	return removed, err
+}
+
+func (fs *FS) unpin(ino *inode) {
+	if fs.inodes.closeFile(ino) == 0 && ino.sillyName() != nil {
+		// The request must not wait for a server that does not answer: an unmount waits for the
+		// request.
+		fs.spawn(func() { fs.removeSilly(background{fs}, ino) })
+	}
+}
+
+// openFlags chooses how the kernel caches the pages of an open file.
+func (fs *FS) openFlags(flags uint32, unchanged bool) uint32 {
+	var out uint32
+	if unchanged {
+		out |= fuse.FOPEN_KEEP_CACHE
+	}
+	if fs.direct(flags) {
+		out |= fuse.FOPEN_DIRECT_IO
+	}
+	return out
+}
+
+// Open handles open(2) of an existing file.
+func (fs *FS) Open(cancel <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut) fuse.Status {
+	return fs.onNode(OpOpen, cancel, &in.InHeader, func(r *request, ino *inode) error {
+		return fs.open(r, ino, in.Flags, out)
+	})
+}
+
+func (fs *FS) open(r *request, ino *inode, flags uint32, out *fuse.OpenOut) error {
+	removed, err := fs.pin(r, ino) // before any call to the server
+	last := fs.reopens.finish(r.pid)
+	if err != nil {
+		return err
+	}
+	if removed && last {
+		err = fs.checkExists(r, ino)
+	} else if removed {
+		err = syscall.ESTALE // the kernel repeats the lookup
+	}
+	if err == nil {
+		err = fs.openPinned(r, ino, flags, out)
+	}
+	if err != nil {
+		fs.unpin(ino)
+	}
+	if removed || hasStatus(err, nfs3.ErrStale) {
+		fs.reopens.expect(r.pid)
+	}
+	return err
+}
+
+// checkExists asks the server whether a file still has a name. checkExists returns ESTALE when the
+// file has none.
+func (fs *FS) checkExists(r *request, ino *inode) error {
+	var a nfs3.Attr
+	if _, err := fs.fetch(r, r.cred, ino, &a); err != nil {
+		return err
+	}
+	if a.Nlink == 0 {
+		return syscall.ESTALE
+	}
+	return nil
+}
+
+func (fs *FS) openPinned(r *request, ino *inode, flags uint32, out *fuse.OpenOut) error {
+	if err := fs.push(r, ino); err != nil {
+		return err
+	}
+	want := wantedAccess(flags)
+	if fs.readsPages(flags) {
+		want |= nfs3.AccessRead
+	}
+	a, cacheable, err := fs.checkOpen(r, ino, want)
+	if err == syscall.EACCES && fs.readsPages(flags) {
+		flags |= syscall.O_DIRECT
+		a, cacheable, err = fs.checkOpen(r, ino, wantedAccess(flags))
+	}
+	switch {
+	case err != nil:
+	case flags&syscall.O_TRUNC != 0:
+		cacheable, err = fs.truncate(r, ino, &a)
+	case !cacheable:
+		cacheable, err = fs.fetch(r, r.cred, ino, &a)
+	}
+	if err != nil {
+		return err
+	}
+	unchanged := fs.revalidate(ino, &a, cacheable)
+	ino.mu.Lock()
+	outdated := ino.sent != stampOf(&a)
+	if outdated {
+		ino.unsent = ino.valid
+	}
+	ino.mu.Unlock()
+	if outdated {
+		fs.dropAttr(ino)
+	}
+	out.OpenFlags = fs.openFlags(flags, unchanged)
+	out.Fh, err = fs.newFile(r, ino, flags)
+	return err
+}
+
+// checkOpen checks that the user has the rights want. If cacheable is true, it also returns the
+// attributes of the file. ACCESS returns both. The kernel alone would check only mode bits, and all
+// users share the pages of the file.
+func (fs *FS) checkOpen(r *request, ino *inode, want uint32) (a nfs3.Attr, cacheable bool, err error) {
+	ask := want
+	if fs.opts.NoCTO {
+		if a, ok := fs.openCached(ino, r.cred, want); ok {
+			return a, true, nil
+		}
+		ask = openRights
+	}
+	var res nfs3.AccessResult
+	start := fs.clock.Now()
+	if err := fs.askAccess(r, r.cred, ino, ask, &res); err != nil {
+		return a, false, err
+	}
+	if fs.opts.NoCTO && res.Attr.Present {
+		fs.keepOpener(ino, r.cred, res.Access, &res.Attr.Attr, start)
+	}
+	if res.Access&want != want {
+		return a, false, syscall.EACCES
+	}
+	return res.Attr.Attr, res.Attr.Present, nil
+}
+
+// wantedAccess returns the ACCESS rights that an open needs. An execution needs no right to read,
+// although the kernel executes a file by reading it: the server then allows READ too (RFC 1813
+// §4.4). An append needs only the right to extend the file.
+func wantedAccess(flags uint32) (want uint32) {
+	mode := flags & syscall.O_ACCMODE
+	switch {
+	case mode == syscall.O_WRONLY:
+	case flags&fuse.FMODE_EXEC != 0:
+		want |= nfs3.AccessExecute
+	default:
+		want |= nfs3.AccessRead
+	}
+	switch {
+	case flags&syscall.O_TRUNC != 0, mode != syscall.O_RDONLY && flags&syscall.O_APPEND == 0:
+		want |= nfs3.AccessModify
+	case mode != syscall.O_RDONLY:
+		want |= nfs3.AccessExtend
+	}
+	return want
+}
+
+// truncate sets the size of a file to 0 for open(2) and sets a to the new attributes. cacheable is
+// as in fetch.
+func (fs *FS) truncate(r *request, ino *inode, a *nfs3.Attr) (cacheable bool, err error) {
+	if err := fs.sync(r, ino); err != nil { // a replay would undo the truncation
+		return false, err
+	}
+	set := nfs3.SetAttr{HasSize: true}
+	var wcc nfs3.WccData
+	if err := fs.setAttrs(r, r.cred, ino, &set, &wcc); err != nil {
+		return false, fs.checkStale(ino, err)
+	}
+	return fs.attrAfterChange(r, r.cred, ino, &wcc, a)
+}
+
+// Flush handles close(2). Flush returns after the file's data is stable, or returns the write
+// error.
+func (fs *FS) Flush(cancel <-chan struct{}, in *fuse.FlushIn) fuse.Status {
+	r := fs.begin(OpFlush, cancel, &in.InHeader)
+	h := fs.file(in.Fh)
+	if h != nil {
+		h.flushed.Store(true)
+	}
+	switch {
+	case h == nil:
+		return fs.end(OpFlush, r, syscall.EBADF)
+	case h.writable:
+		err := fs.syncFile(r, h)
+		if h.setID.Load() {
+			fs.dropAttr(h.ino) // otherwise execve(2) uses the kernel's old mode
+		}
+		fs.flushLocks(r, h, in.LockOwner)
+		return fs.end(OpFlush, r, err)
+	}
+	fs.flushLocks(r, h, in.LockOwner)
+	return fs.end(OpFlush, r, nil)
+}
+
+// Fsync handles fsync(2) and fdatasync(2).
+func (fs *FS) Fsync(cancel <-chan struct{}, in *fuse.FsyncIn) fuse.Status {
+	r := fs.begin(OpFsync, cancel, &in.InHeader)
+	h := fs.file(in.Fh)
+	if h == nil {
+		return fs.end(OpFsync, r, syscall.EBADF)
+	}
+	return fs.end(OpFsync, r, fs.syncFile(r, h))
+}
+
+func (fs *FS) syncFile(r *request, h *fileHandle) error {
+	if err := h.reportedBefore(r); err != nil {
+		return err
+	}
+	if err := fs.sync(r, h.ino); err != nil {
+		return err
+	}
+	if err := h.ino.data.Load().awaitDropped(r); err != nil {
+		return err
+	}
+	if fs.isAborted() {
+		// an earlier call may have reported the error, but the data is still not stable
+		return syscall.EIO
+	}
+	return h.report(r)
+}
+
+// Release ends an open file. The kernel does not wait for it. When a fatal signal interrupted
+// close(2), Release writes the remaining data in the background.
+func (fs *FS) Release(cancel <-chan struct{}, in *fuse.ReleaseIn) {
+	fs.Counters.Ops[OpRelease].Add(1)
+	h := fs.file(in.Fh)
+	if h == nil {
+		return
+	}
+	locks := h.hasLocks()
+	fs.handles.Lock()
+	if h.closed { // a guest may release a file twice
+		fs.handles.Unlock()
+		return
+	}
+	delete(fs.handles.files, in.Fh)
+	h.closed = true
+	if h.watched {
+		fs.unwatchFile()
+	}
+	if locks {
+		fs.handles.releasing[h] = struct{}{}
+	}
+	fs.handles.Unlock()
+	dirty := false
+	if w := h.ino.data.Load(); w != nil && h.writable {
+		w.mu.Lock()
+		dirty = !w.clean()
+		w.mu.Unlock()
+	}
+	if !dirty && !locks {
+		fs.closeFile(h)
+		return
+	}
+	fs.state.setReleasing(h)
+	fs.spawn(func() { fs.finishRelease(h) })
+}
+
+// finishRelease writes the data and releases the locks of a file that the kernel has released.
+func (fs *FS) finishRelease(h *fileHandle) {
+	_ = fs.sync(background{fs}, h.ino) // no caller to report an error to
+	if h.hasLocks() {
+		fs.releaseLocks(background{fs}, h)
+	}
+	fs.closeFile(h)
+}
+
+// closeFile ends an open file. The record of the node must be freed last: OpenState refuses a State
+// with an open file of an unknown node.
+func (fs *FS) closeFile(h *fileHandle) {
+	fs.state.freeFile(h)
+	fs.unpin(h.ino)
+}

@@ -1,0 +1,129 @@
+package vfs
+
+import (
+	"bytes"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+)
+
+// subdir makes a new directory on the mount.
+func subdir(t *testing.T, m *testMount) string {
+	t.Helper()
+	dir, err := os.MkdirTemp(m.dir, "t")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}
+
+// run runs a program in a directory of the mount. The shell changes the directory, not Go's fork:
+// until its exec, a forked child blocks the Go runtime. The runtime has to answer the request for
+// the directory.
+func run(t *testing.T, dir, name string, args ...string) string {
+	t.Helper()
+	cmd := exec.Command("sh", append([]string{"-c", `cd -- "$0" && exec "$@"`, dir, name}, args...)...)
+	cmd.Env = append(os.Environ(), "GIT_CONFIG_GLOBAL=/dev/null", "GIT_AUTHOR_NAME=t", "GIT_AUTHOR_EMAIL=t@example.org",
+		"GIT_COMMITTER_NAME=t", "GIT_COMMITTER_EMAIL=t@example.org")
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		t.Fatalf("%s %s: %v\n%s", name, strings.Join(args, " "), err, out)
+	}
+	return string(out)
+}
+
+var must, randomBytes = kit.Must, kit.RandomBytes
+
+// eventually reports whether done returns true before [kit.Timeout].
+func eventually(done func() bool) bool {
+	for end := time.Now().Add(kit.Timeout); !done(); time.Sleep(2 * time.Millisecond) {
+		if time.Now().After(end) {
+			return false
+		}
+	}
+	return true
+}
+
+func wantContent(t *testing.T, path string, want []byte) {
+	t.Helper()
+	got, err := os.ReadFile(path)
+	must(t, err)
+	if !bytes.Equal(got, want) {
+		at := 0
+		for at < min(len(got), len(want)) && got[at] == want[at] {
+			at++
+		}
+		t.Fatalf("content of %s: got %d bytes, want %d; the first difference is at byte %d", path, len(got),
+			len(want), at)
+	}
+}
+
+// dropCaches makes the kernel drop the cached pages of a file.
+func dropCaches(t *testing.T, path string) {
+	t.Helper()
+	f, err := os.Open(path)
+	must(t, err)
+	defer f.Close()
+	must(t, unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED))
+}
+
+// tree describes everything in a directory tree: mode, owner, size, mtime and content.
+func tree(t *testing.T, root string) string {
+	t.Helper()
+	var b strings.Builder
+	must(t, filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		rel, _ := filepath.Rel(root, path)
+		var st unix.Stat_t
+		if err := unix.Lstat(path, &st); err != nil {
+			return err
+		}
+		fmt.Fprintf(&b, "%s mode=%o uid=%d gid=%d", rel, st.Mode, st.Uid, st.Gid)
+		switch st.Mode & unix.S_IFMT {
+		case unix.S_IFREG:
+			data, err := os.ReadFile(path)
+			if err != nil {
+				return err
+			}
+			fmt.Fprintf(&b, " nlink=%d size=%d mtime=%d.%09d sum=%x", st.Nlink, st.Size, st.Mtim.Sec, st.Mtim.Nsec,
+				hash(data))
+		case unix.S_IFLNK:
+			target, err := os.Readlink(path)
+			if err != nil {
+				return err
+			}
+			fmt.Fprintf(&b, " -> %s", target)
+		case unix.S_IFCHR, unix.S_IFBLK:
+			fmt.Fprintf(&b, " dev=%d:%d", unix.Major(st.Rdev), unix.Minor(st.Rdev))
+		}
+		b.WriteByte('\n')
+		return nil
+	}))
+	return b.String()
+}
+
+// awaitClosed waits until no file is open. close(2) does not wait for the daemon.
+func (m *testMount) awaitClosed(t *testing.T) {
+	t.Helper()
+	if !eventually(func() bool { return m.fs.inodes.openFiles() == 0 }) {
+		t.Fatal("files are still open")
+	}
+}
+
+// openFiles returns the number of open files.
+func (t *inodeTable) openFiles() int {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.files
+}

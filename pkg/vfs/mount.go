@@ -1,0 +1,303 @@
+package vfs
+
+import (
+	"errors"
+	"fmt"
+	"log"
+	"os"
+	"strconv"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
+)
+
+// Subtype makes the mount's type in /proc/mounts "fuse.nfsrdma".
+const Subtype = "nfsrdma"
+
+// maxBackground bounds the kernel's read-ahead and direct requests in flight.
+const maxBackground = 64
+
+// readAheadRequests is the number of READ requests of maximum size that the kernel keeps in flight
+// for a program that reads a file in order. With one request, the connection would be idle while
+// the kernel copies the data of a reply.
+const readAheadRequests = 2
+
+// disablePollTimeout bounds DisablePoll. Only programs that use their own mounts need DisablePoll,
+// so a mount does not fail without it.
+const disablePollTimeout = 5 * time.Second
+
+// MountOptions configures the mount of an FS.
+type MountOptions struct {
+	// FsName is the source shown in /proc/mounts: "host:/export".
+	FsName string
+	// ReadOnly makes the mount read-only.
+	ReadOnly bool
+	// Suid allows set-user-ID and set-group-ID programs on the mount, and Dev allows device files.
+	// NoExec forbids running programs from the mount.
+	Suid, Dev, NoExec bool
+	// NoAtime, NoDirAtime and StrictAtime are the flags of mount(8) with these names. The server
+	// updates access times, so they only change what mount tables show.
+	NoAtime, NoDirAtime, StrictAtime bool
+	// SkipDisablePoll makes Mount skip DisablePoll. Set SkipDisablePoll when this process opens no
+	// file on the mount, or calls DisablePoll first. Mount then makes no system call on the new
+	// mount. A process that is killed during such a call waits for its own reply forever: the
+	// process stays a zombie and the mount stays.
+	SkipDisablePoll bool
+	// Mounted, if not nil, is called with the connection after the mount and before the first
+	// request, and with the memory of kernel.DevFuse.Memory for Resume, which may be nil. An error
+	// ends the mount. It is only called for an FS with Options.State.
+	Mounted func(dev *kernel.Device, mem *os.File) error
+	// KeepRequests keeps requests in memory also if the kernel can send them again, for tests of
+	// what Linux before 6.9 needs.
+	KeepRequests bool
+	// Logger receives messages about FUSE requests. The default is the standard logger.
+	Logger *log.Logger
+}
+
+// A Server is one mounted FS. The methods of a Server are safe for concurrent use.
+type Server struct {
+	fs     *FS
+	dir    string // without symbolic links
+	dev    device // of the mounted file system
+	device *kernel.Device
+	conn   *kernel.DevFuse
+	done   chan struct{} // closed when all requests have ended and the mount point is free
+
+	mu    sync.Mutex // held during umount(2)
+	state mountState // guarded by mu
+}
+
+// Mount is MountAt for the directory dir.
+func Mount(dir string, fs *FS, opts MountOptions) (*Server, error) {
+	p, err := OpenMountPoint(dir)
+	if err != nil {
+		return nil, fmt.Errorf("mount %s: %w", dir, err)
+	}
+	defer p.Close()
+	return MountAt(p, fs, opts)
+}
+
+// MountAt mounts fs on p, which requires CAP_SYS_ADMIN, and serves it until it is unmounted. The
+// caller closes p afterwards. All users can access the mount with their own permissions. An FS can
+// be mounted only once.
+func MountAt(p *MountPoint, fs *FS, opts MountOptions) (*Server, error) {
+	abs := p.Path()
+	maxWrite := min(fs.buffers.Size(), MaxIOSize)
+	s := &Server{fs: fs, dir: abs, done: make(chan struct{})}
+	var err error
+	if s.device, err = kernel.OpenDevice(); err != nil {
+		return nil, mountError(abs, err)
+	}
+	if err := s.start(p, &opts, maxWrite); err != nil {
+		_ = s.device.Close()
+		return nil, mountError(abs, err)
+	}
+	s.use()
+	go s.serve()
+	if !opts.SkipDisablePoll {
+		DisablePoll(abs)
+	}
+	s.tune(maxWrite)
+	return s, nil
+}
+
+// use lets the FS use the connection.
+func (s *Server) use() {
+	s.fs.limitWriteback(s.conn.Init())
+	s.fs.mountDir.Store(&s.dir)
+	s.watchBusyReads()
+	s.fs.expireOnly.Store(s.conn.Kernel().Flags64()&fuse.CAP_HAS_EXPIRE_ONLY != 0)
+	s.fs.device.Store(s.device)
+}
+
+// Resume continues to serve the mount of an earlier process at dir. fs has a State of OpenState,
+// and opts are those of the mount. mem is what MountOptions.Mounted got. Resume takes over dev
+// also when it returns an error.
+func Resume(dir string, dev *kernel.Device, mem *os.File, fs *FS, opts MountOptions) (_ *Server, err error) {
+	r := &fs.state.mu.mount
+	s := &Server{fs: fs, dir: dir, device: dev, dev: device{r.major, r.minor}, done: make(chan struct{})}
+	protocol, init := s.options(&opts, r.acl == 1), r.init[:r.initLen]
+	if s.conn, err = kernel.Resume(dev, fs, protocol, init, mem); err != nil {
+		_ = dev.Close()
+		return nil, err
+	}
+	s.use()
+	go s.serve()
+	fs.resume()
+	return s, nil
+}
+
+// Discard unmounts the mount of an earlier process without an FS. Its data that is not on the
+// server is lost.
+func Discard(dir string, dev *kernel.Device, state *State) error {
+	r := &state.mu.mount
+	s := &Server{dir: dir, device: dev, dev: device{r.major, r.minor}}
+	_, err := s.umount(unix.MNT_DETACH)
+	s.abortConnection()
+	return errors.Join(err, dev.Close())
+}
+
+// DisablePoll informs the kernel that files on the mount at dir do not support poll(2). A
+// process that serves a mount and also opens files on it must call DisablePoll first. DisablePoll
+// returns after 5 seconds at most, even if the server does not answer.
+func DisablePoll(dir string) {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		disablePoll(dir)
+	}()
+	select {
+	case <-done:
+	case <-time.After(disablePollTimeout):
+		// The kernel first requests the root's attributes, and the server does not answer.
+	}
+}
+
+// start mounts the file system and negotiates the FUSE protocol with the kernel.
+func (s *Server) start(p *MountPoint, opts *MountOptions, maxWrite int) (err error) {
+	if closed := s.device.Use(func(fd int) { s.dev, err = p.mount(fd, opts, maxWrite) }); closed != nil {
+		err = closed
+	}
+	if err != nil {
+		return err
+	}
+	switch there, err := mountedAt(s.dir, s.dev); {
+	case err != nil:
+		_ = p.detach(s.dev)
+		return fmt.Errorf("read mount table: %w", err)
+	case !there:
+		_ = p.detach(s.dev)
+		return errors.New("directory was moved during the mount; try again")
+	}
+	protocol := s.options(opts, s.fs.acl != nil)
+	if s.conn, err = kernel.NewDevFuse(s.device, s.fs, protocol); err == nil {
+		err = s.keep(opts)
+	}
+	if err != nil {
+		_ = s.detach(unix.MNT_DETACH)
+	}
+	return err
+}
+
+// keep records a new mount in the State of the FS.
+func (s *Server) keep(opts *MountOptions) error {
+	if s.fs.state == nil {
+		return nil
+	}
+	canResend := s.conn.Kernel().Flags64()&fuse.CAP_HAS_RESEND != 0
+	if !canResend || opts.KeepRequests {
+		if err := s.conn.KeepRequests(); err != nil {
+			return err
+		}
+	}
+	if err := s.fs.state.setMounted(s.dev, s.conn.Init(), s.fs.acl != nil); err != nil {
+		return err
+	}
+	if opts.Mounted == nil {
+		return nil
+	}
+	mem, err := s.conn.Memory()
+	if err != nil {
+		return err
+	}
+	if mem != nil {
+		defer mem.Close()
+	}
+	return opts.Mounted(s.device, mem)
+}
+
+// options returns the options of the FUSE protocol. They are the same for each process that serves
+// the mount.
+func (s *Server) options(opts *MountOptions, acl bool) *fuse.MountOptions {
+	return s.fs.protocolOptions(opts.Logger, acl)
+}
+
+// GuestOptions returns the options of the FUSE protocol for a connection other than /dev/fuse. They are
+// the same for each process that serves the mount.
+func (fs *FS) GuestOptions(logger *log.Logger) *fuse.MountOptions {
+	return fs.protocolOptions(logger, fs.state.guestACL(fs.acl != nil))
+}
+
+func (fs *FS) protocolOptions(logger *log.Logger, acl bool) *fuse.MountOptions {
+	maxWrite := min(fs.buffers.Size(), MaxIOSize)
+	var withoutLocks uint64
+	if fs.opts.LocalPosix {
+		withoutLocks |= fuse.CAP_POSIX_LOCKS
+	}
+	if fs.opts.LocalFlock {
+		withoutLocks |= fuse.CAP_FLOCK_LOCKS
+	}
+	return &fuse.MountOptions{
+		MaxBackground:            maxBackground,
+		MaxWrite:                 maxWrite,
+		MaxReadAhead:             readAheadRequests * maxWrite,
+		ExplicitDataCacheControl: fs.explicitPages(),
+		DisableXAttrs:            !acl,
+		EnableAcl:                acl,
+		ExtraCapabilities:        fs.capabilities(acl),
+		// On an ID-mapped mount the kernel does not say who makes most requests. Without the
+		// capability the kernel refuses to make one, as for Linux's NFS client.
+		DisabledCapabilities: fuse.CAP_ALLOW_IDMAP | withoutLocks,
+		// The kernel keeps the kinds of locks that it does not forward.
+		EnableLocks:  fs.opts.Locks != nil,
+		Logger:       logger,
+		PanicHandler: fs.panicked,
+	}
+}
+
+// serve handles the kernel's requests until the connection ends. After an abort every call on the
+// mount point fails, so serve unmounts it.
+func (s *Server) serve() {
+	defer close(s.done)
+	s.conn.Serve()
+	_ = s.device.Close()
+	_, _ = s.umount(unix.MNT_DETACH) // callers of Unmount get the error
+}
+
+// capabilities returns the capabilities of the kernel's FUSE client that the file system uses.
+func (fs *FS) capabilities(acl bool) uint64 {
+	// The server clears set-user-ID and set-group-ID bits when another user writes to or chowns a
+	// file. Without HANDLE_KILLPRIV the kernel would send a SETATTR as the writer, who may not have
+	// permission for it.
+	c := uint64(fuse.CAP_DIRECT_IO_ALLOW_MMAP|fuse.CAP_HANDLE_KILLPRIV) | fs.writebackCapabilities()
+	if fs.opts.SharedNames {
+		// The kernel decides by the lookups of names that it has not cached whether a program needs
+		// READDIRPLUS.
+		c |= fuse.CAP_READDIRPLUS_AUTO
+	}
+	if fs.state != nil && !fs.opts.Guest {
+		c |= fuse.CAP_HAS_RESEND
+	}
+	if acl {
+		// DONT_MASK: only the client knows whether the umask applies. HANDLE_KILLPRIV_V2: otherwise
+		// the kernel would ask for security.capability at each write(2).
+		c |= fuse.CAP_DONT_MASK | fuse.CAP_HANDLE_KILLPRIV_V2
+	}
+	return c
+}
+
+func mountError(dir string, err error) error {
+	switch {
+	case errors.Is(err, syscall.ENOENT):
+		return fmt.Errorf("mount %s: %w; load the fuse kernel module, or pass /dev/fuse to the container", dir, err)
+	case errors.Is(err, syscall.EPERM):
+		return fmt.Errorf("mount %s: %w; mount(2) requires CAP_SYS_ADMIN, run as root", dir, err)
+	}
+	return fmt.Errorf("mount %s: %w", dir, err)
+}
+
+// tune raises the kernel's read-ahead to readAheadRequests. The reply to INIT can only lower it.
+// The default of 128 KiB would bound every buffered read. Where /sys is read-only, reads are
+// smaller but correct.
+func (s *Server) tune(maxRead int) {
+	path := fmt.Sprintf("/sys/class/bdi/%d:%d/read_ahead_kb", s.dev.major, s.dev.minor)
+	_ = os.WriteFile(path, []byte(strconv.Itoa(readAheadRequests*maxRead>>10)), 0)
+}
+
+// Dir returns the absolute path of the mount point, without symbolic links.
+func (s *Server) Dir() string { return s.dir }

@@ -1,0 +1,168 @@
+package vfs
+
+import (
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+)
+
+// newFS returns an FS of the export that is not mounted.
+func (e *export) newFS(t *testing.T) *FS {
+	t.Helper()
+	kit.NeedsFUSE(t)
+	conn, err := e.dial(t.Context())
+	must(t, err)
+	pool := membuf.NewPool(MaxIOSize, 1)
+	opts := DefaultOptions()
+	opts.Buffers = pool
+	fs, err := New(t.Context(), nfs3.NewClient(conn, nfs3.Options{}), e.root, opts)
+	must(t, err)
+	t.Cleanup(func() {
+		fs.Close(t.Context())
+		pool.Close()
+		conn.Close()
+	})
+	return fs
+}
+
+// mountsBelow returns the lines of the mount table for mounts at or below dir.
+func mountsBelow(t *testing.T, dir string) (lines []string) {
+	t.Helper()
+	table, err := os.ReadFile("/proc/self/mountinfo")
+	must(t, err)
+	for line := range strings.Lines(string(table)) {
+		if f := strings.Fields(line); f[4] == dir || strings.HasPrefix(f[4], dir+"/") {
+			lines = append(lines, line)
+		}
+	}
+	return lines
+}
+
+// TestMountPointCannotBeSwapped replaces a mount point by a symbolic link between the check and the
+// mount, as a user can who owns the parent directory. Nothing may be mounted.
+func TestMountPointCannotBeSwapped(t *testing.T) {
+	e := startOwnExport(t)
+	for name, swap := range map[string]func(t *testing.T, dir, victim string){
+		"mount point": func(t *testing.T, dir, victim string) {
+			must(t, os.Rename(dir, dir+".old"))
+			must(t, os.Symlink(victim, dir))
+		},
+		"parent": func(t *testing.T, dir, victim string) {
+			parent := filepath.Dir(dir)
+			must(t, os.Rename(parent, parent+".old"))
+			must(t, os.Symlink(filepath.Dir(victim), parent))
+		},
+		"another directory": func(t *testing.T, dir, victim string) {
+			must(t, os.Rename(dir, dir+".old"))
+			must(t, os.Rename(victim, dir))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			top := t.TempDir()
+			dir, victim := filepath.Join(top, "home", "mnt"), filepath.Join(top, "etc", "mnt")
+			must(t, os.MkdirAll(dir, 0o755))
+			must(t, os.MkdirAll(victim, 0o755))
+			p, err := OpenMountPoint(dir)
+			must(t, err)
+			defer p.Close()
+			swap(t, dir, victim)
+			if p.checkPath() == nil { // MountAt also finds a swap later, when it has mounted
+				t.Error("check before the mount: got success, want an error")
+			}
+			if s, err := MountAt(p, e.newFS(t), MountOptions{}); err == nil {
+				t.Error("mount: got success, want an error")
+				must(t, s.Unmount())
+			}
+			if lines := mountsBelow(t, top); len(lines) != 0 {
+				t.Errorf("mount table: got %s, want no mount", lines)
+			}
+		})
+	}
+}
+
+// TestMountOnDescriptor mounts on the descriptor of a directory whose path leads elsewhere, with
+// both interfaces of the kernel.
+func TestMountOnDescriptor(t *testing.T) {
+	kit.NeedsFUSE(t)
+	for name, mount := range map[string]func(int, *MountPoint) (device, error){
+		"fsopen": func(fd int, p *MountPoint) (device, error) {
+			return p.mountNew(fd, &MountOptions{ReadOnly: true, NoExec: true}, "host:/x", 4096)
+		},
+		"mount": func(fd int, p *MountPoint) (device, error) {
+			return p.mountOld(fd, &MountOptions{ReadOnly: true, NoExec: true}, "host:/x", 4096)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			top := t.TempDir()
+			dir, moved, victim := filepath.Join(top, "mnt"), filepath.Join(top, "moved"), filepath.Join(top, "victim")
+			must(t, os.Mkdir(dir, 0o755))
+			must(t, os.Mkdir(victim, 0o755))
+			p, err := OpenMountPoint(dir)
+			must(t, err)
+			defer p.Close()
+			must(t, os.Rename(dir, moved))
+			must(t, os.Symlink(victim, dir))
+			fd, err := unix.Open("/dev/fuse", unix.O_RDWR|unix.O_CLOEXEC, 0)
+			must(t, err)
+			defer unix.Close(fd)
+			dev, err := mount(fd, p)
+			must(t, err)
+			lines := mountsBelow(t, top)
+			if len(lines) != 1 {
+				t.Fatalf("mount table: got %s, want one mount", lines)
+			}
+			f := strings.Fields(lines[0])
+			number := strconv.Itoa(int(dev.major)) + ":" + strconv.Itoa(int(dev.minor))
+			options := "ro,nosuid,nodev,noexec,relatime"
+			end := f[len(f)-3:] // type, source and options of the file system
+			if f[2] != number || f[4] != moved || f[5] != options || end[0] != fsType || end[1] != "host:/x" ||
+				!strings.HasPrefix(end[2], "ro,") {
+				t.Errorf("mount table: got %s, want device %s at %s with %s, type %s, source host:/x, read-only",
+					lines[0], number, moved, options, fsType)
+			}
+			must(t, p.detach(dev))
+			if lines := mountsBelow(t, top); len(lines) != 0 {
+				t.Errorf("mount table after unmount: got %s, want no mount", lines)
+			}
+		})
+	}
+}
+
+// TestUnmountCannotBeRedirected replaces the parent of a mount point by a symbolic link to the
+// parent of another mount, after an unmount has opened the parent.
+func TestUnmountCannotBeRedirected(t *testing.T) {
+	t.Parallel()
+	kit.NeedsRoot(t)
+	e := startOwnExport(t)
+	top := t.TempDir()
+	dir, victim := filepath.Join(top, "home", "mnt"), filepath.Join(top, "etc", "mnt")
+	must(t, os.MkdirAll(dir, 0o755))
+	must(t, os.MkdirAll(victim, 0o755))
+	must(t, unix.Mount("tmpfs", victim, "tmpfs", 0, ""))
+	defer unix.Unmount(victim, unix.MNT_DETACH)
+	s, err := Mount(dir, e.newFS(t), MountOptions{})
+	must(t, err)
+	defer s.ForceUnmount()
+	parent, err := unix.Open(filepath.Dir(dir), unix.O_PATH|unix.O_CLOEXEC, 0)
+	must(t, err)
+	defer unix.Close(parent)
+	must(t, os.Rename(filepath.Dir(dir), filepath.Join(top, "moved")))
+	must(t, os.Symlink(filepath.Dir(victim), filepath.Dir(dir)))
+	if err := s.Unmount(); err == nil {
+		t.Error("unmount through the link: got success, want an error")
+	}
+	if err := umountAt(parent, "mnt", s.dev, 0); err != nil {
+		t.Errorf("unmount through the open parent: %v", err)
+	}
+	if lines := mountsBelow(t, top); len(lines) != 1 || !strings.Contains(lines[0], victim) {
+		t.Errorf("mount table: got %s, want the mount of %s alone", lines, victim)
+	}
+}

@@ -1,0 +1,329 @@
+package vfs
+
+import (
+	"syscall"
+	"time"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+)
+
+// Lookup finds a name in a directory.
+func (fs *FS) Lookup(cancel <-chan struct{}, h *fuse.InHeader, name string, out *fuse.EntryOut) fuse.Status {
+	return fs.onNode(OpLookup, cancel, h, func(r *request, dir *inode) error {
+		if err := fs.users.admit(r, h.Uid); err != nil {
+			return err
+		}
+		err := fs.lookup(r, dir, name, out)
+		if errno(err) == syscall.EACCES && fs.hasMountsBelow() {
+			return syscall.ENOMEM
+		}
+		return err
+	})
+}
+
+func (fs *FS) lookup(r *request, dir *inode, name string, out *fuse.EntryOut) error {
+	ino, err := fs.lookupOnce(r, dir, name, out)
+	if err != nil || ino == nil {
+		fs.reopens.finish(r.pid)
+		return err
+	}
+	if out.Attr.Mode&syscall.S_IFMT == syscall.S_IFDIR {
+		return nil
+	}
+	reopen := fs.reopens.lookup(r.pid)
+	if reopen == nil {
+		return nil
+	}
+	for range pinTries {
+		if err := fs.pinUntilReopen(r, ino, reopen); err != nil {
+			fs.inodes.forget(ino.id, 1)
+			return err
+		}
+		pinned := ino // the name may stand for another object now
+		if ino, err = fs.lookupOnce(r, dir, name, out); err != nil || ino == nil {
+			fs.inodes.forget(pinned.id, 1)
+			fs.reopens.finish(r.pid)
+			return err
+		}
+		fs.inodes.forget(pinned.id, 1)
+		if ino == pinned {
+			return nil
+		}
+	}
+	return nil
+}
+
+// lookupOnce finds a name. The returned node is nil when the kernel may cache the name as missing.
+// When the object disappears before its attributes arrive, lookupOnce looks the name up again.
+func (fs *FS) lookupOnce(r *request, dir *inode, name string, out *fuse.EntryOut) (*inode, error) {
+	start := fs.clock.Now()
+	if ino, ok, err := fs.lookupCached(r, dir, name, out); ok {
+		if err == nil {
+			fs.cacheName(dir, name, start, out)
+		}
+		return ino, err
+	}
+	for try := 0; ; try++ {
+		var res nfs3.LookupResult
+		start, err := fs.lookupRPC(r, dir, name, &res)
+		if hasStatus(err, nfs3.ErrNoEnt) {
+			fs.keepLookup(dir, name, 0, start)
+			ino, err := fs.missing(dir, out)
+			fs.cacheName(dir, name, start, out)
+			return ino, err
+		}
+		if isStale(err) && fs.missingAtPath(r, dir, name) {
+			return nil, syscall.ENOENT
+		}
+		if err != nil {
+			return nil, err
+		}
+		ino, err := fs.entry(r, dir, name, res.FH, &res.Attr, start, out)
+		if err == nil {
+			fs.keepLookup(dir, name, ino.id, start)
+			fs.renew(r, dir, ino) // for the names that follow
+		}
+		if errno(err) != syscall.ESTALE || try >= staleTries {
+			return ino, err
+		}
+	}
+}
+
+// staleTries bounds the consecutive lookups that return an object whose handle is stale.
+const staleTries = 16
+
+// lookupRPC sends a LOOKUP at start and stores the directory attributes of the reply.
+func (fs *FS) lookupRPC(r *request, dir *inode, name string, res *nfs3.LookupResult) (start uint64, err error) {
+	for try := 0; ; try++ {
+		start = fs.clock.Now()
+		err = fs.client.Lookup(r, r.cred, dir.fh, name, res)
+		if fs.retryJukebox(r, err, try) {
+			continue
+		}
+		if res.DirAttr.Present {
+			fs.updateAttr(dir, &res.DirAttr.Attr, start)
+		}
+		switch {
+		case err == nil, hasStatus(err, nfs3.ErrNoEnt):
+			fs.allowSearch(dir, r.cred, start)
+		case hasStatus(err, nfs3.ErrAcces):
+			fs.denySearch(dir, r.cred)
+		}
+		return start, fs.checkStale(dir, err)
+	}
+}
+
+// entry fills the reply for a name with the node of fh and adds one lookup reference to it. post
+// holds the attributes that came with fh in the reply to a call sent at start.
+func (fs *FS) entry(r *request, dir *inode, name string, fh nfs3.FH, post *nfs3.PostOpAttr, start uint64,
+	out *fuse.EntryOut) (*inode, error) {
+	var known *nfs3.Attr
+	if post.Present {
+		known = &post.Attr
+	}
+	ino := fs.inodes.ref(fh, known)
+	a, cacheable, err := fs.entryAttr(r, ino, post, start)
+	if err != nil {
+		fs.inodes.forget(ino.id, 1)
+		return nil, err
+	}
+	fs.dropStalePages(ino)
+	fs.fillEntry(dir, ino, &a, cacheable, out)
+	fs.cacheName(dir, name, start, out)
+	ino.setFoundAs(dir, name)
+	return ino, nil
+}
+
+// entryAttr returns the node's attributes: those of the reply, or newer ones.
+func (fs *FS) entryAttr(r *request, ino *inode, post *nfs3.PostOpAttr,
+	start uint64) (a nfs3.Attr, cacheable bool, err error) {
+	if post.Present && fs.updateAttr(ino, &post.Attr, start) {
+		ino.mu.Lock()
+		defer ino.mu.Unlock()
+		return ino.attr, true, nil
+	}
+	if err := fs.push(r, ino); err != nil {
+		return a, false, err
+	}
+	cacheable, err = fs.fetch(r, r.cred, ino, &a)
+	return a, cacheable, err
+}
+
+func (fs *FS) fillEntry(dir, ino *inode, a *nfs3.Attr, cacheable bool, out *fuse.EntryOut) {
+	*out = fuse.EntryOut{NodeId: ino.id}
+	out.SetEntryTimeout(fs.kernelNameTime(dir))
+	fs.fillEntryAttr(ino, a, cacheable, out)
+}
+
+// fillEntryAttr replaces the attributes in the reply for a name.
+func (fs *FS) fillEntryAttr(ino *inode, a *nfs3.Attr, cacheable bool, out *fuse.EntryOut) {
+	fs.fillAttr(ino, &out.Attr, a)
+	ino.setSent(a)
+	out.SetAttrTimeout(0)
+	if cacheable {
+		out.SetAttrTimeout(fs.attrTimeout(ino))
+	}
+}
+
+// entryTimeout returns how long a name may be cached: as long as the directory's attributes.
+func (fs *FS) entryTimeout(dir *inode) time.Duration {
+	if fs.opts.LookupCache == LookupCacheNone || fs.opts.NoAC {
+		return 0
+	}
+	if t := fs.attrTimeout(dir); t > 0 {
+		return t
+	}
+	return fs.opts.AcDirMin
+}
+
+// createEntry is the common part of CREATE, MKDIR, SYMLINK and MKNOD. createEntry makes the call
+// and gets what the server left out of its reply. own is true when the handle came with the reply,
+// so that the node certainly is the new object.
+func (fs *FS) createEntry(r *request, dir *inode, name string, typ nfs3.FileType, out *fuse.EntryOut,
+	call func(*nfs3.CreateResult) error) (ino *inode, own bool, err error) {
+	var res nfs3.CreateResult
+	var start, changed uint64
+	var made bool
+	for try := 0; ; try++ {
+		start = fs.clock.Now()
+		err := call(&res)
+		if fs.retryJukebox(r, err, try) {
+			continue
+		}
+		changed = fs.nameMade(dir, name, &res.DirWcc, start)
+		made = hasStatus(err, nfs3.ErrExist) && r.sentBefore()
+		if err != nil && !made {
+			return nil, false, fs.checkStale(dir, err)
+		}
+		break
+	}
+	if own = res.HasFH && !made; !own {
+		var found nfs3.LookupResult
+		if start, err = fs.lookupRPC(r, dir, name, &found); err != nil {
+			return nil, false, err
+		}
+		res.FH, res.Attr = found.FH, found.Attr
+		if made {
+			if own = found.Attr.Present && r.madeBefore(&found.Attr.Attr, typ); !own {
+				return nil, false, syscall.EEXIST
+			}
+		}
+	}
+	if ino, err = fs.entry(r, dir, name, res.FH, &res.Attr, start, out); err == nil {
+		fs.keepLookup(dir, name, ino.id, changed)
+	}
+	return ino, own, err
+}
+
+// nameMade stores the attributes in the reply to a call that makes a name, sent at start. nameMade
+// returns the start for keepLookup. The epoch that begins with this reply is due to changes before
+// the call, so it does not outdate the name.
+func (fs *FS) nameMade(dir *inode, name string, wcc *nfs3.WccData, start uint64) (changed uint64) {
+	overtaken := dir.overtaken(start)
+	fs.nameChanged(dir, name)
+	fs.updateWcc(dir, wcc, start, true)
+	if overtaken {
+		return start
+	}
+	return fs.clock.Now() // the kernel locks the directory, so this mount changes no other name
+}
+
+// Mkdir handles mkdir(2).
+func (fs *FS) Mkdir(cancel <-chan struct{}, in *fuse.MkdirIn, name string, out *fuse.EntryOut) fuse.Status {
+	return fs.onNode(OpMkdir, cancel, &in.InHeader, func(r *request, dir *inode) error {
+		set := fs.newMode(r, dir, in.Mode, in.Umask)
+		_, _, err := fs.createEntry(r, dir, name, nfs3.NF3DIR, out, func(res *nfs3.CreateResult) error {
+			return fs.client.Mkdir(r, r.cred, dir.fh, name, &set, res)
+		})
+		return err
+	})
+}
+
+// Mknod handles mknod(2), including regular files.
+func (fs *FS) Mknod(cancel <-chan struct{}, in *fuse.MknodIn, name string, out *fuse.EntryOut) fuse.Status {
+	return fs.onNode(OpMknod, cancel, &in.InHeader, func(r *request, dir *inode) error {
+		return fs.mknod(r, dir, in, name, out)
+	})
+}
+
+func (fs *FS) mknod(r *request, dir *inode, in *fuse.MknodIn, name string, out *fuse.EntryOut) error {
+	set := fs.newMode(r, dir, in.Mode, in.Umask)
+	var typ nfs3.FileType
+	switch in.Mode & syscall.S_IFMT {
+	case syscall.S_IFREG, 0:
+		_, _, err := fs.createFile(r, dir, name, &nfs3.CreateHow{Mode: nfs3.Guarded, Attr: set}, out)
+		return err
+	case syscall.S_IFCHR:
+		typ = nfs3.NF3CHR
+	case syscall.S_IFBLK:
+		typ = nfs3.NF3BLK
+	case syscall.S_IFIFO:
+		typ = nfs3.NF3FIFO
+	case syscall.S_IFSOCK:
+		typ = nfs3.NF3SOCK
+	default:
+		return syscall.EINVAL
+	}
+	dev := nfs3.Device{Major: unix.Major(uint64(in.Rdev)), Minor: unix.Minor(uint64(in.Rdev))}
+	_, _, err := fs.createEntry(r, dir, name, typ, out, func(res *nfs3.CreateResult) error {
+		return fs.client.Mknod(r, r.cred, dir.fh, name, typ, &set, dev, res)
+	})
+	return err
+}
+
+// Symlink handles symlink(2).
+func (fs *FS) Symlink(cancel <-chan struct{}, h *fuse.InHeader, target, name string, out *fuse.EntryOut) fuse.Status {
+	set := modeOnly(0o777) // the mode that lstat(2) shows for symbolic links on all file systems
+	return fs.onNode(OpSymlink, cancel, h, func(r *request, dir *inode) error {
+		_, _, err := fs.createEntry(r, dir, name, nfs3.NF3LNK, out, func(res *nfs3.CreateResult) error {
+			return fs.client.Symlink(r, r.cred, dir.fh, name, target, &set, res)
+		})
+		return err
+	})
+}
+
+// Link handles link(2).
+func (fs *FS) Link(cancel <-chan struct{}, in *fuse.LinkIn, name string, out *fuse.EntryOut) fuse.Status {
+	r := fs.begin(OpLink, cancel, &in.InHeader)
+	if err := r.earlierError(); err != nil {
+		return fs.end(OpLink, r, err)
+	}
+	return fs.end(OpLink, r, fs.link(r, in, name, out))
+}
+
+func (fs *FS) link(r *request, in *fuse.LinkIn, name string, out *fuse.EntryOut) error {
+	dir, ino := fs.inodes.get(in.NodeId), fs.inodes.get(in.Oldnodeid)
+	if dir == nil || ino == nil {
+		return syscall.ESTALE
+	}
+	if err := fs.push(r, ino); err != nil {
+		return err
+	}
+	fs.invalidateAttr(ino)
+	var res nfs3.LinkResult
+	var start, changed uint64
+	for try := 0; ; try++ {
+		start = fs.clock.Now()
+		err := fs.client.Link(r, r.cred, ino.fh, dir.fh, name, &res)
+		if fs.retryJukebox(r, err, try) {
+			continue
+		}
+		changed = fs.nameMade(dir, name, &res.DirWcc, start)
+		if hasStatus(err, nfs3.ErrExist) && r.sentBefore() && fs.isNow(r, dir, name, ino) {
+			err = nil
+		}
+		if err != nil {
+			return fs.checkStale(ino, err)
+		}
+		break
+	}
+	fs.clock.RenameEnded() // the link has changed the ctime
+	_, err := fs.entry(r, dir, name, ino.fh, &res.Attr, start, out)
+	if err == nil {
+		fs.keepLookup(dir, name, ino.id, changed)
+	}
+	return err
+}

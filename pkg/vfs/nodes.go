@@ -1,0 +1,318 @@
+package vfs
+
+import (
+	"context"
+	"slices"
+	"syscall"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+)
+
+// GetAttr handles stat(2). The kernel caches attributes for the time in the reply. The kernel
+// therefore sends a request only when this time is over, or when a change has invalidated the
+// cached attributes.
+func (fs *FS) GetAttr(cancel <-chan struct{}, in *fuse.GetAttrIn, out *fuse.AttrOut) fuse.Status {
+	return fs.onNode(OpGetAttr, cancel, &in.InHeader, func(r *request, ino *inode) error {
+		err := fs.getattr(r, ino, out)
+		// open(2) asks for attributes to check rights. Pid 0 stands for all callers of other PID
+		// namespaces.
+		if err != nil && errno(err) == syscall.ESTALE && in.Flags()&fuse.FUSE_GETATTR_FH == 0 && !ino.isDir() &&
+			r.pid != 0 {
+			fs.reopens.expect(r.pid)
+		}
+		return err
+	})
+}
+
+func (fs *FS) getattr(r *request, ino *inode, out *fuse.AttrOut) error {
+	if err := fs.push(r, ino); err != nil {
+		return err
+	}
+	var a nfs3.Attr
+	left, ok := fs.takeUnsent(ino, &a)
+	if ok {
+		fs.renewed(ino)
+	} else if fs.renew(r, nil, ino) {
+		left, ok = fs.takeUnsent(ino, &a)
+	}
+	if ok {
+		fs.dropStalePages(ino)
+		fs.fillAttr(ino, &out.Attr, &a)
+		ino.setSent(&a)
+		out.SetTimeout(left)
+		return nil
+	}
+	cacheable, err := fs.fetch(r, r.cred, ino, &a)
+	if err != nil {
+		return err
+	}
+	fs.dropStalePages(ino)
+	fs.fillAttrOut(ino, &a, cacheable, out)
+	return nil
+}
+
+func (fs *FS) fillAttrOut(ino *inode, a *nfs3.Attr, cacheable bool, out *fuse.AttrOut) {
+	fs.fillAttr(ino, &out.Attr, a)
+	ino.setSent(a)
+	out.SetTimeout(0)
+	if cacheable {
+		out.SetTimeout(fs.attrTimeout(ino))
+	}
+}
+
+// SetAttr handles chmod(2), chown(2), utimensat(2) and truncate(2).
+func (fs *FS) SetAttr(cancel <-chan struct{}, in *fuse.SetAttrIn, out *fuse.AttrOut) fuse.Status {
+	return fs.onNode(OpSetAttr, cancel, &in.InHeader, func(r *request, ino *inode) error {
+		return fs.setattr(r, ino, in, out)
+	})
+}
+
+func (fs *FS) setattr(r *request, ino *inode, in *fuse.SetAttrIn, out *fuse.AttrOut) error {
+	if fs.isTimeFlush(ino, in) {
+		return fs.flushTimes(r, ino, in, out)
+	}
+	set := sattrOf(in)
+	cred := r.cred
+	if set.HasSize {
+		if set.Size > fs.maxFileSize {
+			return syscall.EFBIG
+		}
+		if h := fs.fileOf(in); h != nil {
+			cred = h.cred // ftruncate(2) uses the credential of the open
+		}
+		if fs.opts.Writeback && set.MtimeHow == nfs3.SetToClientTime {
+			set.MtimeHow = nfs3.SetToServerTime
+		}
+	}
+	if set == (nfs3.SetAttr{}) {
+		return fs.getattr(r, ino, out)
+	}
+	err := fs.setAndFill(r, cred, ino, &set, out)
+	if e := errno(err); fs.isTouch(in) && (e == syscall.EPERM || e == syscall.EACCES) {
+		set.MtimeHow = nfs3.SetToServerTime
+		err = fs.setAndFill(r, cred, ino, &set, out)
+	}
+	return err
+}
+
+// setAndFill writes the data of a file as the change needs it, changes attributes, and fills the
+// reply.
+func (fs *FS) setAndFill(r *request, cred []byte, ino *inode, set *nfs3.SetAttr, out *fuse.AttrOut) error {
+	// A later WRITE would undo the new times, and a replay would undo a truncation. The server may
+	// refuse a later COMMIT by the old owner.
+	flush := fs.push
+	if set.HasSize || set.HasUID || set.HasGID || set.HasMode {
+		flush = fs.sync
+	}
+	if err := flush(r, ino); err != nil {
+		return err
+	}
+	var wcc nfs3.WccData
+	if err := fs.setAttrs(r, cred, ino, set, &wcc); err != nil {
+		return fs.checkStale(ino, err)
+	}
+	var a nfs3.Attr
+	cacheable, err := fs.attrAfterChange(r, cred, ino, &wcc, &a)
+	if err != nil {
+		return err
+	}
+	fs.fillAttrOut(ino, &a, cacheable, out)
+	return nil
+}
+
+// attrAfterChange sets a to the attributes after a change by this mount. attrAfterChange uses the
+// reply wcc if those attributes are valid, else it sends a GETATTR. cacheable is as in fetch.
+func (fs *FS) attrAfterChange(ctx context.Context, cred []byte, ino *inode, wcc *nfs3.WccData,
+	a *nfs3.Attr) (cacheable bool, err error) {
+	ino.mu.Lock()
+	if wcc.HasAfter && ino.valid {
+		*a, ino.unsent = ino.attr, false
+		ino.mu.Unlock()
+		return true, nil
+	}
+	ino.mu.Unlock()
+	return fs.fetch(ctx, cred, ino, a)
+}
+
+// setAttrs sends a SETATTR and stores the attributes of the reply. The caller passes an error to
+// checkStale.
+func (fs *FS) setAttrs(ctx context.Context, cred []byte, ino *inode, set *nfs3.SetAttr, wcc *nfs3.WccData) error {
+	fs.invalidateAttr(ino)
+	for try := 0; ; try++ {
+		start := fs.clock.Now()
+		err := fs.client.SetAttr(ctx, cred, ino.fh, set, nil, wcc)
+		fs.dropACLs(ino) // a new mode changes the ACL
+		if fs.retryJukebox(ctx, err, try) {
+			continue
+		}
+		if err != nil {
+			fs.invalidateAttr(ino)
+			return err
+		}
+		ino.mu.Lock()
+		if set.HasSize {
+			ino.size = set.Size
+		}
+		ino.newEpoch(fs) // the change may grant or revoke rights
+		ino.mu.Unlock()
+		fs.updateWcc(ino, wcc, start, true)
+		return nil
+	}
+}
+
+// sattrOf converts a SETATTR request of the kernel to sattr3 (RFC 1813 §2.5).
+func sattrOf(in *fuse.SetAttrIn) (set nfs3.SetAttr) {
+	if mode, ok := in.GetMode(); ok {
+		set.HasMode, set.Mode = true, mode&nfs3.ModeMask
+	}
+	if in.Valid&fuse.FATTR_UID != 0 {
+		set.HasUID, set.UID = true, in.Uid
+	}
+	if in.Valid&fuse.FATTR_GID != 0 {
+		set.HasGID, set.GID = true, in.Gid
+	}
+	if in.Valid&fuse.FATTR_SIZE != 0 {
+		set.HasSize, set.Size = true, in.Size
+	}
+	set.AtimeHow, set.Atime = timeHow(in.Valid, fuse.FATTR_ATIME, fuse.FATTR_ATIME_NOW, in.Atime, in.Atimensec)
+	set.MtimeHow, set.Mtime = timeHow(in.Valid, fuse.FATTR_MTIME, fuse.FATTR_MTIME_NOW, in.Mtime, in.Mtimensec)
+	return set
+}
+
+func timeHow(valid, bit, now uint32, sec uint64, nsec uint32) (nfs3.TimeHow, nfs3.Time3) {
+	switch {
+	case valid&now != 0:
+		return nfs3.SetToServerTime, nfs3.Time3{}
+	case valid&bit == 0:
+		return nfs3.DontChange, nfs3.Time3{}
+	case int64(sec) < 0: // nfstime3 cannot represent times before 1970
+		return nfs3.SetToClientTime, nfs3.Time3{}
+	case sec > 1<<32-1:
+		return nfs3.SetToClientTime, nfs3.Time3{Sec: 1<<32 - 1}
+	}
+	return nfs3.SetToClientTime, nfs3.Time3{Sec: uint32(sec), Nsec: nsec}
+}
+
+// Access handles access(2) where the kernel does not check permissions itself.
+func (fs *FS) Access(cancel <-chan struct{}, in *fuse.AccessIn) fuse.Status {
+	return fs.onNode(OpAccess, cancel, &in.InHeader, func(r *request, ino *inode) error {
+		return fs.access(r, ino, in.Mask)
+	})
+}
+
+func (fs *FS) access(r *request, ino *inode, mask uint32) error {
+	var want uint32
+	if mask&unix.R_OK != 0 {
+		want |= nfs3.AccessRead
+	}
+	if mask&unix.W_OK != 0 {
+		want |= nfs3.AccessModify
+	}
+	if mask&unix.X_OK != 0 {
+		ino.mu.Lock()
+		if ino.isDir() {
+			want |= nfs3.AccessLookup
+		} else {
+			want |= nfs3.AccessExecute
+		}
+		ino.mu.Unlock()
+	}
+	var res nfs3.AccessResult
+	if err := fs.askAccess(r, r.cred, ino, want, &res); err != nil {
+		return err
+	}
+	if res.Access&want != want {
+		return syscall.EACCES
+	}
+	return nil
+}
+
+// askAccess sends an ACCESS and stores the attributes of the reply.
+func (fs *FS) askAccess(ctx context.Context, cred []byte, ino *inode, want uint32, res *nfs3.AccessResult) error {
+	for try := 0; ; try++ {
+		start := fs.clock.Now()
+		err := fs.client.Access(ctx, cred, ino.fh, want, res)
+		if fs.retryJukebox(ctx, err, try) {
+			continue
+		}
+		if err != nil {
+			return fs.checkStale(ino, err)
+		}
+		if res.Attr.Present {
+			fs.updateAttr(ino, &res.Attr.Attr, start)
+		}
+		return nil
+	}
+}
+
+// Readlink handles readlink(2).
+func (fs *FS) Readlink(cancel <-chan struct{}, h *fuse.InHeader) ([]byte, fuse.Status) {
+	var path []byte
+	status := fs.onNode(OpReadlink, cancel, h, func(r *request, ino *inode) (err error) {
+		path, err = fs.readlink(r, ino)
+		return err
+	})
+	return path, status
+}
+
+func (fs *FS) readlink(r *request, ino *inode) ([]byte, error) {
+	// The server may write the path with RDMA. Not every device reaches memory outside the pool.
+	buf := fs.getBuffer(r, r.cred)
+	if buf == nil {
+		return nil, syscall.EINTR
+	}
+	t := &r.target
+	t.useBuffer(buf)
+	defer t.dropBuffer(fs)
+	for try := 0; ; try++ {
+		var res nfs3.ReadLinkResult
+		start := fs.clock.Now()
+		err := fs.client.ReadLink(r, r.cred, ino.fh, t.buf[:nfs3.MaxPath], &res)
+		if isBusy(err) {
+			if _ = fs.pauseRead(r, r.cred, &err, t, 0, try); err == nil {
+				continue
+			}
+		}
+		if hasStatus(err, nfs3.ErrStale) {
+			fs.reopens.expect(r.pid)
+		}
+		if err != nil {
+			return nil, fs.checkStale(ino, err)
+		}
+		if res.Attr.Present {
+			fs.updateAttr(ino, &res.Attr.Attr, start)
+		}
+		return slices.Clone(t.buf[:res.N]), nil
+	}
+}
+
+// statfsBlock is the block size in bytes that statfs(2) reports.
+const statfsBlock = 4096
+
+// StatFs handles statfs(2).
+func (fs *FS) StatFs(cancel <-chan struct{}, h *fuse.InHeader, out *fuse.StatfsOut) fuse.Status {
+	return fs.onNode(OpStatFs, cancel, h, func(r *request, ino *inode) error { return fs.statfs(r, ino, out) })
+}
+
+func (fs *FS) statfs(r *request, ino *inode, out *fuse.StatfsOut) error {
+	var res nfs3.FSStatResult
+	for try := 0; ; try++ {
+		err := fs.client.FSStat(r, r.cred, ino.fh, &res)
+		if fs.retryJukebox(r, err, try) {
+			continue
+		}
+		if err != nil {
+			return fs.checkStale(ino, err)
+		}
+		break
+	}
+	*out = fuse.StatfsOut{
+		Blocks: res.TotalBytes / statfsBlock, Bfree: res.FreeBytes / statfsBlock, Bavail: res.AvailBytes / statfsBlock,
+		Files: res.TotalFiles, Ffree: res.FreeFiles,
+		Bsize: statfsBlock, Frsize: statfsBlock, NameLen: nfs3.MaxName,
+	}
+	return nil
+}

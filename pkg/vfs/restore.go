@@ -1,0 +1,293 @@
+package vfs
+
+import (
+	"cmp"
+	"fmt"
+	"math"
+	"slices"
+	"syscall"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+)
+
+// unknownPages is the state of the kernel's cached pages of a file after a restart. It equals no
+// state of a file, so the pages are dropped when the file is next used.
+var unknownPages = stamp{size: math.MaxUint64}
+
+// A restoration makes the tables of an FS from its State.
+type restoration struct {
+	fs    *FS
+	s     *State
+	creds map[string][]byte
+	files map[uint64]*fileHandle // released ones too
+	err   map[*fileHandle]bool   // has an error to report
+	work  []func()               // to do when the mount continues
+}
+
+// restore continues the mount of an earlier process. FS.resume then starts the work that this
+// process has left.
+func (fs *FS) restore() (err error) {
+	r := &restoration{fs: fs, s: fs.state, creds: make(map[string][]byte), files: make(map[uint64]*fileHandle),
+		err: make(map[*fileHandle]bool)}
+	defer func() {
+		if err != nil {
+			fs.endWatch()
+			fs.Abort()
+			fs.work.Wait()
+		}
+	}()
+	fs.users.restore(r.s.mount.Counter(r.s.mountSlot))
+	for _, step := range []func() error{r.nodes, r.openFiles, r.openDirs, r.hiddenNames, r.extents,
+		r.requests} {
+		if err := step(); err != nil {
+			return err
+		}
+	}
+	r.finish()
+	fs.restored = r.work
+	return nil
+}
+
+// resume starts the work of restore. The kernel's requests are being handled.
+func (fs *FS) resume() {
+	for _, f := range fs.restored {
+		fs.spawn(f)
+	}
+	fs.restored = nil
+	fs.spawn(fs.settle)
+}
+
+func damaged(format string, args ...any) error {
+	return fmt.Errorf("%w: %s", slotfile.ErrCorrupt, fmt.Sprintf(format, args...))
+}
+
+// cred returns the credential of a record. Equal credentials have the same memory.
+func (r *restoration) cred(k *keptCred) ([]byte, error) {
+	if k.n == 0 || k.n > maxCred {
+		return nil, damaged("credential of %d bytes", k.n)
+	}
+	c := string(k.b[:k.n])
+	if r.creds[c] == nil {
+		r.creds[c] = []byte(c)
+	}
+	return r.creds[c], nil
+}
+
+func (k *keptHandle) handle() (nfs3.FH, error) {
+	if k.n == 0 || k.n > nfs3.FHSize {
+		return nfs3.FH{}, damaged("file handle of %d bytes", k.n)
+	}
+	return nfs3.NewFH(k.b[:k.n])
+}
+
+func (r *restoration) nodes() error {
+	t := &r.fs.inodes
+	return r.s.nodes.All(func(slot keptSlot, k *nodeRecord) error {
+		fh, err := k.fh.handle()
+		if err != nil {
+			return err
+		}
+		if t.byID[k.id] != nil {
+			return damaged("two nodes have the number %d", k.id)
+		}
+		ino := &inode{id: k.id, fh: fh, kept: slot, nlookup: r.s.nodes.Counter(slot), pageStamp: unknownPages}
+		ino.attr.Type, ino.attr.FileID, ino.known = nfs3.FileType(k.typ), k.fileID, k.typ != 0
+		t.byID[ino.id] = ino
+		if other := t.byFH.get(fh); other == nil || other.id < ino.id {
+			t.byFH.put(ino)
+		}
+		return nil
+	})
+}
+
+func (r *restoration) openFiles() error {
+	return r.s.files.All(func(slot keptSlot, k *fileRecord) error {
+		ino := r.fs.inodes.byID[k.node]
+		cred, err := r.cred(&k.cred)
+		if err == nil && ino == nil {
+			err = damaged("open file %d of an unknown node", k.id)
+		}
+		if err != nil {
+			return err
+		}
+		h := r.fs.makeFile(ino, cred, k.flags)
+		h.id, h.kept = k.id, slot
+		h.flushed.Store(true) // perhaps: rmdir then waits for the RELEASE
+		h.locks.used = r.fs.opts.Locks != nil
+		if e := syscall.Errno(r.s.files.Counter(slot)); e != 0 {
+			w := ino.wb()
+			w.err, w.errSeq = e, 1
+			r.err[h] = true
+		}
+		r.files[h.id] = h
+		r.s.files.restored(cred)
+		r.fs.inodes.openFile(ino)
+		if k.releasing == 0 {
+			r.fs.addFile(h)
+			return nil
+		}
+		h.closed = true
+		r.work = append(r.work, func() { r.fs.finishRelease(h) })
+		return nil
+	})
+}
+
+func (r *restoration) openDirs() error {
+	return r.s.dirs.All(func(slot keptSlot, k *dirRecord) error {
+		ino := r.fs.inodes.byID[k.node]
+		cred, err := r.cred(&k.cred)
+		if err == nil && ino == nil {
+			err = damaged("open directory %d of an unknown node", k.id)
+		}
+		if err != nil {
+			return err
+		}
+		r.fs.inodes.open(ino)
+		r.s.dirs.restored(cred)
+		r.fs.handles.dirs[k.id] = &dirHandle{id: k.id, ino: ino, cred: cred, kept: slot, verf: k.verf,
+			returned: returnedNames{all: &r.fs.returned}}
+		return nil
+	})
+}
+
+// hiddenNames restores hidden names. The RENAME to a hidden name may not have been executed.
+func (r *restoration) hiddenNames() error {
+	t := &r.fs.inodes
+	r.fs.hiddenBefore = make(map[string]*inode)
+	return r.s.hidden.All(func(slot keptSlot, k *hiddenRecord) error {
+		fh, err := k.dir.handle()
+		if err == nil && k.nameLen > maxHiddenName {
+			err = damaged("hidden name of %d bytes", k.nameLen)
+		}
+		if err != nil {
+			return err
+		}
+		cred, err := r.cred(&k.cred)
+		if err != nil {
+			return err
+		}
+		dir, ino := t.byID[k.dirNode], t.byID[k.node]
+		if dir == nil {
+			dir = &inode{id: k.dirNode, fh: fh} // the kernel does not use it any more
+		}
+		if ino == nil {
+			ino = &inode{id: k.node}
+		}
+		name := string(k.name[:k.nameLen])
+		ino.mu.Lock() // the attributes of the restored open files may be revalidated already
+		ino.silly = &sillyName{dir: dir, name: name, cred: cred, kept: slot}
+		ino.mu.Unlock()
+		t.addHidden(dir)
+		r.s.hidden.restored(cred)
+		r.fs.hiddenBefore[name] = ino
+		if ino.opens == 0 {
+			r.work = append(r.work, func() { r.fs.removeSilly(background{r.fs}, ino) })
+		}
+		return nil
+	})
+}
+
+// A keptExtent is the record of an extent and its place.
+type keptExtent struct {
+	extentRecord
+	slot keptSlot
+}
+
+// extents restores written data. The server may have some of it: all is sent again, in the order of
+// the writes.
+func (r *restoration) extents() error {
+	var all []keptExtent
+	err := r.s.extents.All(func(slot keptSlot, k *extentRecord) error {
+		all = append(all, keptExtent{*k, slot})
+		return nil
+	})
+	slices.SortFunc(all, func(a, b keptExtent) int { return cmp.Compare(a.seq, b.seq) })
+	for i := range all {
+		if err == nil {
+			err = r.extent(&all[i])
+		}
+	}
+	return err
+}
+
+func (r *restoration) extent(k *keptExtent) error {
+	fs, n := r.fs, r.s.extents.Counter(k.slot)
+	r.s.seq.Store(k.seq)
+	if n == 0 { // killed before the first data
+		r.s.extents.Remove(&k.slot)
+		return nil
+	}
+	ino := fs.inodes.byID[k.node]
+	cred, err := r.cred(&k.cred)
+	if err == nil && ino == nil {
+		err = damaged("data of an unknown node")
+	}
+	if err != nil {
+		return err
+	}
+	buf, err := fs.buffers.Take(int(k.buffer))
+	if err != nil {
+		return err
+	}
+	if n > uint64(len(buf)) {
+		return damaged("%d bytes in a buffer of %d", n, len(buf))
+	}
+	w := ino.wb()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.seq++
+	e := &extent{seq: w.seq, off: k.off, buf: buf, n: int(n), cred: cred, stable: nfs3.Unstable, kept: k.slot}
+	w.sending = append(w.sending, e)
+	fs.takeDirtyAlways(ino)
+	fs.markDirty(ino)
+	ino.mu.Lock()
+	ino.pending++
+	ino.size, ino.sizeUnknown = max(ino.size, e.end()), true
+	ino.mu.Unlock()
+	r.work = append(r.work, func() { fs.send(ino, e) })
+	return nil
+}
+
+func (r *restoration) requests() error {
+	return r.s.requests.All(func(slot keptSlot, k *requestRecord) error {
+		if k.nCalls > maxKeptCalls {
+			return damaged("%d calls of one request", k.nCalls)
+		}
+		r.s.mu.byUnique[k.unique] = &requestState{slot: slot, rec: *k, earlier: int(k.nCalls), restored: true}
+		r.s.active.Store(int64(len(r.s.mu.byUnique)))
+		return nil
+	})
+}
+
+// finish sets which errors the open files have reported, and drops nodes that are not in use.
+func (r *restoration) finish() {
+	for _, h := range r.files {
+		w := h.ino.data.Load()
+		if w == nil {
+			continue
+		}
+		w.mu.Lock()
+		h.errSeen = w.errSeq
+		if r.err[h] {
+			h.errSeen--
+		}
+		w.mu.Unlock()
+	}
+	t := &r.fs.inodes
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, ino := range t.byID {
+		t.dropIfUnused(ino)
+	}
+}
+
+// restore sets the state that an earlier process recorded.
+func (s *soleUser) restore(state uint64) {
+	s.state.Store(state)
+	if state == manyUsers { // the kernel may still have names of the first user
+		end := time.Now().Add(soleEndTime)
+		s.until.Store(&end)
+	}
+}

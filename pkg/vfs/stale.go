@@ -1,0 +1,63 @@
+package vfs
+
+import "github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+
+// A call by path can meet a directory whose handle is stale, because the server has another
+// directory at that path now. The daemon returns ESTALE, and the kernel walks the path again with a
+// LOOKUP of each component. There is one exception: mkdir(2), link(2), symlink(2) and mknod(2)
+// first look the new name up, and the kernel does not repeat the walk when this LOOKUP returns
+// ESTALE. For a name that does not exist at the path, LOOKUP therefore returns ENOENT. The
+// procedure that creates the name then returns ESTALE, and the kernel repeats the walk.
+
+// A foundAs is the name by which the kernel found a directory last.
+type foundAs struct {
+	dir  uint64 // node number of the parent
+	name string
+}
+
+// maxStaleDepth bounds the stale directories in one path.
+const maxStaleDepth = 64
+
+// setFoundAs records the name of a node if the node is a directory.
+func (ino *inode) setFoundAs(dir *inode, name string) {
+	ino.mu.Lock()
+	defer ino.mu.Unlock()
+	if ino.isDir() {
+		ino.found = foundAs{dir.id, name}
+	}
+}
+
+// missingAtPath reports whether the path of a stale directory leads to a directory that does not
+// have the name.
+func (fs *FS) missingAtPath(r *request, dir *inode, name string) bool {
+	fh, ok := fs.handleAtPath(r, dir, 0)
+	if !ok || fh == dir.fh {
+		return false
+	}
+	var res nfs3.LookupResult
+	return hasStatus(fs.client.Lookup(r, r.cred, fh, name, &res), nfs3.ErrNoEnt)
+}
+
+// handleAtPath returns the handle of the directory that is now at the path of dir.
+func (fs *FS) handleAtPath(r *request, dir *inode, depth int) (fh nfs3.FH, ok bool) {
+	dir.mu.Lock()
+	found := dir.found
+	dir.mu.Unlock()
+	parent := fs.inodes.get(found.dir)
+	if parent == nil || depth >= maxStaleDepth {
+		return fh, false
+	}
+	var res nfs3.LookupResult
+	err := fs.client.Lookup(r, r.cred, parent.fh, found.name, &res)
+	if isStale(err) {
+		if fh, ok = fs.handleAtPath(r, parent, depth+1); ok {
+			err = fs.client.Lookup(r, r.cred, fh, found.name, &res)
+		}
+	}
+	return res.FH, err == nil
+}
+
+// isStale reports whether the server no longer knows the handle of a call.
+func isStale(err error) bool {
+	return hasStatus(err, nfs3.ErrStale) || hasStatus(err, nfs3.ErrBadHandle)
+}

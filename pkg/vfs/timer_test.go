@@ -1,0 +1,130 @@
+package vfs
+
+import (
+	"context"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+)
+
+// TestJukeboxDelayDoubles checks the delays before retries, and that the end of the context ends a
+// delay.
+func TestJukeboxDelayDoubles(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		fs := &FS{}
+		busy := &nfs3.Error{Status: nfs3.ErrJukebox}
+		for try, want := range []time.Duration{
+			100 * time.Millisecond,
+			200 * time.Millisecond,
+			400 * time.Millisecond,
+			800 * time.Millisecond,
+			1600 * time.Millisecond,
+			3200 * time.Millisecond,
+			5 * time.Second,
+			5 * time.Second,
+		} {
+			start := time.Now()
+			if !fs.retryJukebox(t.Context(), busy, try) || time.Since(start) != want {
+				t.Errorf("retry %d: got a delay of %v, want %v", try, time.Since(start), want)
+			}
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		start := time.Now()
+		if fs.retryJukebox(ctx, busy, 100) || time.Since(start) != time.Second {
+			t.Errorf("delay with a deadline of 1s: got %v, want 1s and no retry", time.Since(start))
+		}
+		if fs.retryJukebox(t.Context(), &nfs3.Error{Status: nfs3.ErrIO}, 0) || fs.retryJukebox(t.Context(), nil, 0) {
+			t.Error("retry without NFS3ERR_JUKEBOX: got true, want false")
+		}
+	})
+}
+
+// TestReopenExpires checks that a thread's second open is expected for reopenTime only.
+func TestReopenExpires(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const pid = 7
+		var o reopens
+		o.expect(pid)
+		time.Sleep(reopenTime - time.Nanosecond)
+		if o.lookup(pid) == nil {
+			t.Error("lookup before the time has passed: got nil, want a reopen")
+		}
+		time.Sleep(time.Nanosecond)
+		if o.lookup(pid) != nil {
+			t.Error("lookup after the time has passed: got a reopen, want nil")
+		}
+		o.expect(pid)
+		for range reopenLookups {
+			if o.lookup(pid) == nil {
+				t.Fatal("lookup within the limit: got nil, want a reopen")
+			}
+		}
+		if o.lookup(pid) != nil {
+			t.Error("lookup above the limit: got a reopen, want nil")
+		}
+	})
+}
+
+// TestAwaitHiddenRemovals checks how long rmdir waits for hidden names: not at all while one of
+// their files is open, hiddenTimeout after close(2), and until the end of removals that have begun.
+func TestAwaitHiddenRemovals(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		fs, dir, r := &FS{}, &inode{}, &request{done: make(chan struct{})}
+		fs.inodes.addHidden(dir)
+		h := &fileHandle{ino: &inode{silly: &sillyName{dir: dir}}}
+		fs.handles.files = map[uint64]*fileHandle{1: h}
+		start := time.Now()
+		if fs.awaitHiddenRemovals(r, dir) || time.Since(start) != 0 {
+			t.Errorf("wait for an open file: got %v, want 0s and false", time.Since(start))
+		}
+		h.flushed.Store(true)
+		if fs.awaitHiddenRemovals(r, dir) || time.Since(start) != hiddenTimeout {
+			t.Errorf("wait for a file after close: got %v, want %v and false", time.Since(start), hiddenTimeout)
+		}
+		fs.inodes.beginHiddenRemoval(dir)
+		time.AfterFunc(time.Minute, func() { fs.inodes.endHiddenRemoval(dir) })
+		start = time.Now()
+		if !fs.awaitHiddenRemovals(r, dir) || time.Since(start) != time.Minute {
+			t.Errorf("wait for a removal of 1m: got %v, want 1m and true", time.Since(start))
+		}
+		if fs.awaitHiddenRemovals(r, &inode{}) {
+			t.Error("wait in a directory without hidden names: got true, want false")
+		}
+		fs.inodes.addHidden(dir)
+		close(r.done)
+		start = time.Now()
+		if fs.awaitHiddenRemovals(r, dir) || time.Since(start) != 0 {
+			t.Errorf("wait of an interrupted request: got %v, want 0s and false", time.Since(start))
+		}
+	})
+}
+
+// TestUnpinAllKeepsExpectedOpens checks that rmdir(2) of one thread ends the pins of another one,
+// and not that its next open is the last attempt of the kernel. The open would otherwise return
+// ESTALE to the program, although the file exists.
+func TestUnpinAllKeepsExpectedOpens(t *testing.T) {
+	var o reopens
+	o.expect(7)
+	e := o.lookup(7)
+	if e == nil {
+		t.Fatal("lookup: got no expected open")
+	}
+	o.unpinAll()
+	select {
+	case <-e.done:
+	default:
+		t.Error("the pins have not ended")
+	}
+	if again := o.lookup(7); again != e {
+		t.Errorf("second lookup: got %v, want %v", again, e)
+	}
+	if last := o.finish(7); !last {
+		t.Error("open: got that the kernel repeats it, want that it is the last attempt")
+	}
+	if last := o.finish(7); last {
+		t.Error("next open: got that it is the last attempt, want that the kernel repeats it")
+	}
+}
