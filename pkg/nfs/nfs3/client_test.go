@@ -163,7 +163,7 @@ func TestTime(t *testing.T) {
 		in   time.Time
 		want Time3
 	}{
-		{time.Unix(5, 6), Time3{5, 6}},
+		{time.Unix(5, 6), Time3{Sec: 5, Nsec: 6}},
 		{time.Unix(-1, 0), Time3{}},
 		{time.Unix(1<<32, 7), Time3{Sec: 1<<32 - 1}},
 	} {
@@ -171,7 +171,7 @@ func TestTime(t *testing.T) {
 			t.Errorf("TimeOf(%v): got %v, want %v", x.in, got, x.want)
 		}
 	}
-	if got := (Time3{5, 6}).Time(); !got.Equal(time.Unix(5, 6)) {
+	if got := (Time3{Sec: 5, Nsec: 6}).Time(); !got.Equal(time.Unix(5, 6)) {
 		t.Errorf("got time %v, want %v", got, time.Unix(5, 6))
 	}
 }

@@ -32,7 +32,8 @@ var exchanges = []exchange{
 		call: call1(func(ctx context.Context, c *Client, r *WccData) error {
 			return c.SetAttr(ctx, cred, fh1, &SetAttr{HasMode: true, Mode: 0o104755, HasUID: true, UID: 7,
 				HasGID: true, GID: 8, HasSize: true, Size: 1 << 32,
-				AtimeHow: SetToClientTime, Atime: Time3{9, 10}, MtimeHow: SetToServerTime}, &Time3{11, 12}, r)
+				AtimeHow: SetToClientTime, Atime: Time3{Sec: 9, Nsec: 10}, MtimeHow: SetToServerTime}, &Time3{Sec: 11,
+				Nsec: 12}, r)
 		}),
 		proc: ProcSetAttr,
 		args: fhHex + `00000001 000009ed 00000001 00000007 00000001 00000008 00000001 0000000100000000
@@ -100,11 +101,11 @@ var exchanges = []exchange{
 		name: "READLINK inline", call: readLink(4096), proc: ProcReadLink,
 		args: fhHex, maxResult: 96,
 		reply: okHex + postHex + "00000006 2e2e2f746f70 0000",
-		want:  withBuf[ReadLinkResult]{ReadLinkResult{post1, 6}, "../top"},
+		want:  withBuf[ReadLinkResult]{ReadLinkResult{Attr: post1, N: 6}, "../top"},
 	},
 	{
 		name: "READLINK placed", call: readLink(4096), proc: ProcReadLink, place: "../top",
-		reply: okHex + postHex + "00000006", want: withBuf[ReadLinkResult]{ReadLinkResult{post1, 6}, "../top"},
+		reply: okHex + postHex + "00000006", want: withBuf[ReadLinkResult]{ReadLinkResult{Attr: post1, N: 6}, "../top"},
 	},
 	invalid("READLINK placed less than the length", ProcReadLink, readLink(4096),
 		okHex+postHex+"00000006").placed("../to"),
@@ -120,7 +121,7 @@ var exchanges = []exchange{
 		name: "READ inline", call: read(16), proc: ProcRead, args: fhHex + "0000000100000002 00000010",
 		maxResult: 104,
 		reply:     okHex + postHex + "00000005 00000001 00000005 68656c6c6f 000000",
-		want:      withBuf[ReadResult]{ReadResult{post1, 5, true}, "hello"},
+		want:      withBuf[ReadResult]{ReadResult{Attr: post1, N: 5, EOF: true}, "hello"},
 	},
 	{
 		name: "READ placed", call: read(5), proc: ProcRead, place: "hello",
@@ -153,7 +154,8 @@ var exchanges = []exchange{
 	{
 		name: "WRITE", call: write("some data"), proc: ProcWrite,
 		args: fhHex + "0000000100000002 00000009 00000001 00000009", data: "some data", maxResult: 136,
-		reply: okHex + wccHex + "00000009 00000002" + verfHex, want: WriteResult{wcc1, 9, FileSync, verf1},
+		reply: okHex + wccHex + "00000009 00000002" + verfHex, want: WriteResult{Wcc: wcc1, Count: 9,
+			Committed: FileSync, Verf: verf1},
 	},
 	{
 		name: "WRITE less than requested", call: write("some data"), proc: ProcWrite, data: "some data",
@@ -182,7 +184,8 @@ var exchanges = []exchange{
 		proc:      ProcCreate,
 		args:      fhHex + "00000003 61626300 00000000 00000001 00000180 00000000 00000000 00000000 00000000 00000000",
 		maxResult: 280,
-		reply:     okHex + "00000001" + fh2Hex + postHex + wccHex, want: CreateResult{true, fh2, post1, wcc1},
+		reply:     okHex + "00000001" + fh2Hex + postHex + wccHex, want: CreateResult{HasFH: true, FH: fh2,
+			Attr: post1, DirWcc: wcc1},
 	},
 	{
 		name: "CREATE guarded, file exists",
@@ -211,7 +214,8 @@ var exchanges = []exchange{
 		proc:      ProcMkdir,
 		args:      fhHex + "00000001 64000000 00000000 00000000 00000001 00000005 00000000 00000000 00000000",
 		maxResult: 280,
-		reply:     okHex + "00000001" + fh2Hex + postDirHex + wccHex, want: CreateResult{true, fh2, postDir1, wcc1},
+		reply:     okHex + "00000001" + fh2Hex + postDirHex + wccHex, want: CreateResult{HasFH: true, FH: fh2,
+			Attr: postDir1, DirWcc: wcc1},
 	},
 	{
 		name: "SYMLINK",
@@ -221,23 +225,25 @@ var exchanges = []exchange{
 		proc: ProcSymlink,
 		args: fhHex + "00000001 6c000000 00000000 00000000 00000000 00000000 00000000 00000000 00000006",
 		data: "../x/y", maxResult: 280,
-		reply: okHex + "00000001" + fh2Hex + postHex + wccHex, want: CreateResult{true, fh2, post1, wcc1},
+		reply: okHex + "00000001" + fh2Hex + postHex + wccHex, want: CreateResult{HasFH: true, FH: fh2, Attr: post1,
+			DirWcc: wcc1},
 	},
 	{
 		name: "MKNOD device",
 		call: call1(func(ctx context.Context, c *Client, r *CreateResult) error {
-			return c.Mknod(ctx, cred, fh1, "n", NF3CHR, &SetAttr{}, Device{1, 3}, r)
+			return c.Mknod(ctx, cred, fh1, "n", NF3CHR, &SetAttr{}, Device{Major: 1, Minor: 3}, r)
 		}),
 		proc: ProcMknod,
 		args: fhHex + "00000001 6e000000 00000004 00000000 00000000 00000000 00000000 00000000 00000000 00000001" +
 			"00000003",
 		maxResult: 280,
-		reply:     okHex + "00000001" + fh2Hex + postHex + wccHex, want: CreateResult{true, fh2, post1, wcc1},
+		reply:     okHex + "00000001" + fh2Hex + postHex + wccHex, want: CreateResult{HasFH: true, FH: fh2,
+			Attr: post1, DirWcc: wcc1},
 	},
 	{
 		name: "MKNOD pipe, not supported",
 		call: call1(func(ctx context.Context, c *Client, r *CreateResult) error {
-			return c.Mknod(ctx, cred, fh1, "n", NF3FIFO, &SetAttr{}, Device{1, 3}, r)
+			return c.Mknod(ctx, cred, fh1, "n", NF3FIFO, &SetAttr{}, Device{Major: 1, Minor: 3}, r)
 		}),
 		proc:  ProcMknod,
 		args:  fhHex + "00000001 6e000000 00000007 00000000 00000000 00000000 00000000 00000000 00000000",
@@ -273,7 +279,7 @@ var exchanges = []exchange{
 			return c.Link(ctx, cred, fh1, fh2, "bb", r)
 		}),
 		proc: ProcLink, args: fhHex + fh2Hex + "00000002 62620000", maxResult: 208,
-		reply: okHex + postHex + wccHex, want: LinkResult{post1, wcc1},
+		reply: okHex + postHex + wccHex, want: LinkResult{Attr: post1, DirWcc: wcc1},
 	},
 	{
 		name: "LINK too many links",
@@ -281,7 +287,7 @@ var exchanges = []exchange{
 			return c.Link(ctx, cred, fh1, fh2, "bb", r)
 		}),
 		proc:  ProcLink,
-		reply: "0000001f" + postHex + wccHex, err: ErrMLink, want: LinkResult{post1, wcc1},
+		reply: "0000001f" + postHex + wccHex, err: ErrMLink, want: LinkResult{Attr: post1, DirWcc: wcc1},
 	},
 
 	// READDIR, READDIRPLUS
@@ -290,7 +296,7 @@ var exchanges = []exchange{
 		maxResult: 4196,
 		reply: okHex + postDirHex + verfHex + "00000001 0000000000000023 00000001 2e000000 0000000000000001" +
 			entryHex + "00000000 00000001",
-		want: entries{ReadDirResult{postDir1, verf1, true, 2},
+		want: entries{ReadDirResult{DirAttr: postDir1, Verf: verf1, EOF: true, Entries: 2},
 			[]DirEntry{{FileID: 0x23, Cookie: 1, Name: []byte(".")}, {FileID: 0x22, Cookie: 2, Name: []byte("file")}}},
 	},
 	{
@@ -316,7 +322,7 @@ var exchanges = []exchange{
 		args: fhHex + "0000000000000007" + verfHex + "00000400 00001000", maxResult: 4196,
 		reply: okHex + postDirHex + verfHex + entryHex + postHex + "00000001" + fh2Hex + "00000001" +
 			"0000000000000024 00000002 75700000 0000000000000003" + noneHex + noneHex + "00000000 00000000",
-		want: entries{ReadDirResult{postDir1, verf1, false, 2}, []DirEntry{
+		want: entries{ReadDirResult{DirAttr: postDir1, Verf: verf1, EOF: false, Entries: 2}, []DirEntry{
 			{FileID: 0x22, Cookie: 2, Name: []byte("file"), Attr: post1, HasFH: true, FH: fh2},
 			{FileID: 0x24, Cookie: 3, Name: []byte("up")},
 		}},
@@ -335,7 +341,8 @@ var exchanges = []exchange{
 		proc: ProcFSStat, args: fhHex, maxResult: 144,
 		reply: okHex + postDirHex + "0000000000000001 0000000000000002 0000000000000003 0000000000000004" +
 			"0000000000000005 0000000000000006 00000007",
-		want: FSStatResult{postDir1, 1, 2, 3, 4, 5, 6, 7},
+		want: FSStatResult{Attr: postDir1, TotalBytes: 1, FreeBytes: 2, AvailBytes: 3, TotalFiles: 4, FreeFiles: 5,
+			AvailFiles: 6, InvarSec: 7},
 	},
 	{
 		name: "FSINFO",
@@ -343,8 +350,9 @@ var exchanges = []exchange{
 		proc: ProcFSInfo, args: fhHex, maxResult: 140,
 		reply: okHex + postDirHex + "00000001 00000002 00000003 00000004 00000005 00000006 00000007" +
 			"0000000000000008 00000009 0000000a 0000001b",
-		want: FSInfoResult{postDir1, 1, 2, 3, 4, 5, 6, 7, 8, Time3{9, 10},
-			FSFLink | FSFSymlink | FSFHomogeneous | FSFCanSetTime},
+		want: FSInfoResult{Attr: postDir1, ReadMax: 1, ReadPref: 2, ReadMult: 3, WriteMax: 4, WritePref: 5,
+			WriteMult: 6, DirPref: 7, MaxFileSize: 8, TimeDelta: Time3{Sec: 9, Nsec: 10},
+			Properties: FSFLink | FSFSymlink | FSFHomogeneous | FSFCanSetTime},
 	},
 	{
 		name: "PATHCONF",
@@ -353,7 +361,8 @@ var exchanges = []exchange{
 		}),
 		proc: ProcPathConf, args: fhHex, maxResult: 116,
 		reply: okHex + postDirHex + "00007fff 000000ff 00000001 00000000 00000001 00000000",
-		want:  PathConfResult{postDir1, 32767, 255, true, false, true, false},
+		want: PathConfResult{Attr: postDir1, LinkMax: 32767, NameMax: 255, NoTrunc: true, ChownRestricted: false,
+			CaseInsensitive: true, CasePreserving: false},
 	},
 	{
 		name: "COMMIT",
@@ -361,7 +370,7 @@ var exchanges = []exchange{
 			return c.Commit(ctx, cred, fh1, 1<<40, 512, r)
 		}),
 		proc: ProcCommit, args: fhHex + "0000010000000000 00000200", maxResult: 128,
-		reply: okHex + wccHex + verfHex, want: CommitResult{wcc1, verf1},
+		reply: okHex + wccHex + verfHex, want: CommitResult{Wcc: wcc1, Verf: verf1},
 	},
 	{
 		name: "COMMIT error",

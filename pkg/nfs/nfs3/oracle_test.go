@@ -111,13 +111,13 @@ func FuzzOracleArgs(f *testing.F) {
 		}
 		set := SetAttr{HasMode: flags&1 != 0, Mode: mode, HasUID: flags&2 != 0, UID: small, HasGID: flags&4 != 0,
 			GID: small + 1, HasSize: flags&8 != 0, Size: big,
-			AtimeHow: TimeHow(flags>>4) % 3, Atime: Time3{small, mode},
-			MtimeHow: TimeHow(flags>>6) % 3, Mtime: Time3{mode, small}}
+			AtimeHow: TimeHow(flags>>4) % 3, Atime: Time3{Sec: small, Nsec: mode},
+			MtimeHow: TimeHow(flags>>6) % 3, Mtime: Time3{Sec: mode, Nsec: small}}
 		sattr := oracleSattr(&set)
 		where, to := nfs.Diropargs3{FH: handle, Filename: name}, nfs.Diropargs3{FH: handle, Filename: other}
 		guarded := oracleSetAttr{FH: handle, Attr: sattr}
 		guarded.Guard.SetIt = true
-		guarded.Guard.Ctime = oracleTime(Time3{small, mode})
+		guarded.Guard.Ctime = oracleTime(Time3{Sec: small, Nsec: mode})
 		size := int(small % 5000)
 		read, commit := oracleRead{handle, big, uint32(size)}, oracleRead{handle, big, small}
 		write := oracleWrite{handle, big, uint32(len(data)), uint32(flags) % 3, data}
@@ -136,7 +136,10 @@ func FuzzOracleArgs(f *testing.F) {
 			call func()
 		}{
 			{ProcGetAttr, &handle, func() { c.GetAttr(ctx, cred, fh, new(Attr)) }},
-			{ProcSetAttr, &guarded, func() { c.SetAttr(ctx, cred, fh, &set, &Time3{small, mode}, new(WccData)) }},
+			{ProcSetAttr, &guarded, func() {
+				c.SetAttr(ctx, cred, fh, &set, &Time3{Sec: small, Nsec: mode},
+					new(WccData))
+			}},
 			{ProcLookup, &where, func() { c.Lookup(ctx, cred, fh, name, new(LookupResult)) }},
 			{ProcRead, &read, func() { c.Read(ctx, cred, fh, big, make([]byte, size), new(ReadResult)) }},
 			{ProcWrite, &write, func() { c.Write(ctx, cred, fh, big, data, StableHow(flags)%3, new(WriteResult)) }},
@@ -194,8 +197,9 @@ func FuzzOracleResults(f *testing.F) {
 		})
 		var look LookupResult
 		compare(t, c.Lookup(ctx, cred, fh1, "n", &look), body, func(o *oracleLookupOK) (any, any, bool) {
-			return look, LookupResult{ofFH(o.FH), ofPost(&o.Attr), ofPost(&o.DirAttr)}, validFH(o.FH) &&
-				validPost(&o.Attr) && validPost(&o.DirAttr)
+			return look, LookupResult{FH: ofFH(o.FH), Attr: ofPost(&o.Attr), DirAttr: ofPost(&o.DirAttr)},
+				validFH(o.FH) &&
+					validPost(&o.Attr) && validPost(&o.DirAttr)
 		})
 		var made CreateResult
 		compare(t, c.Mkdir(ctx, cred, fh1, "n", &SetAttr{}, &made), body, func(o *oracleCreateOK) (any, any, bool) {
@@ -208,18 +212,21 @@ func FuzzOracleResults(f *testing.F) {
 		var wrote WriteResult
 		data := make([]byte, 1<<10)
 		compare(t, c.Write(ctx, cred, fh1, 0, data, Unstable, &wrote), body, func(o *oracleWriteOK) (any, any, bool) {
-			return wrote, WriteResult{ofWcc(&o.Wcc), o.Count, StableHow(o.How), Verifier(o.Verf)},
+			return wrote, WriteResult{Wcc: ofWcc(&o.Wcc), Count: o.Count, Committed: StableHow(o.How),
+					Verf: Verifier(o.Verf)},
 				validPost(&o.Wcc.After) && o.Count > 0 && o.Count <= uint32(len(data)) && o.How <= 2
 		})
 		var renamed RenameResult
 		compare(t, c.Rename(ctx, cred, fh1, "a", fh1, "b", &renamed), body, func(o *oracleRenameOK) (any, any, bool) {
-			return renamed, RenameResult{ofWcc(&o.From), ofWcc(&o.To)}, validPost(&o.From.After) &&
+			return renamed, RenameResult{From: ofWcc(&o.From), To: ofWcc(&o.To)}, validPost(&o.From.After) &&
 				validPost(&o.To.After)
 		})
 		var info FSInfoResult
 		compare(t, c.FSInfo(ctx, cred, fh1, &info), body, func(o *nfs.FSInfo) (any, any, bool) {
-			return info, FSInfoResult{ofPost(&o.Attr), o.RTMax, o.RTPref, o.RTMult, o.WTMax, o.WTPref, o.WTMult,
-				o.DTPref, o.Size, ofTime(o.TimeDelta), o.Properties}, validPost(&o.Attr)
+			return info, FSInfoResult{Attr: ofPost(&o.Attr), ReadMax: o.RTMax, ReadPref: o.RTPref, ReadMult: o.RTMult,
+					WriteMax: o.WTMax, WritePref: o.WTPref, WriteMult: o.WTMult,
+					DirPref: o.DTPref, MaxFileSize: o.Size, TimeDelta: ofTime(o.TimeDelta), Properties: o.Properties},
+				validPost(&o.Attr)
 		})
 		compareDir(t, c, body)
 	})
@@ -279,7 +286,7 @@ func compareDir(t *testing.T, c *Client, body []byte) {
 		t.Fatalf("READDIRPLUS: got error %v; oracle: error %v, %d entries, valid %v", err, oracleErr, len(want.List),
 			valid)
 	}
-	want.Res = ReadDirResult{ofPost(&head.Attr), Verifier(head.Verf), eof, len(want.List)}
+	want.Res = ReadDirResult{DirAttr: ofPost(&head.Attr), Verf: Verifier(head.Verf), EOF: eof, Entries: len(want.List)}
 	if valid && !reflect.DeepEqual(got, want) {
 		t.Fatalf("READDIRPLUS\n got %+v\nwant %+v", got, want)
 	}
@@ -294,12 +301,13 @@ func ofFH(b []byte) FH {
 	return h
 }
 
-func ofTime(t nfs.NFS3Time) Time3 { return Time3{t.Seconds, t.Nseconds} }
+func ofTime(t nfs.NFS3Time) Time3 { return Time3{Sec: t.Seconds, Nsec: t.Nseconds} }
 
 func ofAttr(o *nfs.Fattr) Attr {
 	return Attr{Type: FileType(o.Type), Mode: o.FileMode & ModeMask, Nlink: o.Nlink, UID: o.UID, GID: o.GID,
-		Size: o.Filesize, Used: o.Used, Rdev: Device{o.SpecData[0], o.SpecData[1]}, FSID: o.FSID, FileID: o.Fileid,
-		Atime: ofTime(o.Atime), Mtime: ofTime(o.Mtime), Ctime: ofTime(o.Ctime)}
+		Size: o.Filesize, Used: o.Used, Rdev: Device{Major: o.SpecData[0], Minor: o.SpecData[1]}, FSID: o.FSID,
+		FileID: o.Fileid,
+		Atime:  ofTime(o.Atime), Mtime: ofTime(o.Mtime), Ctime: ofTime(o.Ctime)}
 }
 
 func ofPost(o *nfs.PostOpAttr) PostOpAttr {
@@ -312,7 +320,7 @@ func ofPost(o *nfs.PostOpAttr) PostOpAttr {
 func ofWcc(o *nfs.WccData) WccData {
 	w := WccData{HasBefore: o.Before.IsSet, HasAfter: o.After.IsSet}
 	if w.HasBefore {
-		w.Before = WccAttr{o.Before.Size, ofTime(o.Before.MTime), ofTime(o.Before.CTime)}
+		w.Before = WccAttr{Size: o.Before.Size, Mtime: ofTime(o.Before.MTime), Ctime: ofTime(o.Before.CTime)}
 	}
 	if w.HasAfter {
 		w.After = ofAttr(&o.After.Attr)

@@ -66,7 +66,7 @@ func TestParseArgsFields(t *testing.T) {
 	c := NewClient(caller, Options{})
 	ctx := context.Background()
 	set := SetAttr{HasMode: true, Mode: 0o4755, HasUID: true, UID: 7, HasGID: true, GID: 8, HasSize: true, Size: 9,
-		AtimeHow: SetToClientTime, Atime: Time3{1, 2}, MtimeHow: SetToServerTime}
+		AtimeHow: SetToClientTime, Atime: Time3{Sec: 1, Nsec: 2}, MtimeHow: SetToServerTime}
 	check := func(name string, want Args) {
 		t.Helper()
 		var got Args
@@ -76,8 +76,8 @@ func TestParseArgsFields(t *testing.T) {
 			t.Errorf("%s: got %+v, want %+v", name, got, want)
 		}
 	}
-	_ = c.SetAttr(ctx, nil, fh1, &set, &Time3{3, 4}, new(WccData))
-	check("SETATTR", Args{FH: fh1, Set: set, HasGuard: true, Guard: Time3{3, 4}})
+	_ = c.SetAttr(ctx, nil, fh1, &set, &Time3{Sec: 3, Nsec: 4}, new(WccData))
+	check("SETATTR", Args{FH: fh1, Set: set, HasGuard: true, Guard: Time3{Sec: 3, Nsec: 4}})
 	_ = c.Write(ctx, nil, fh1, 5, []byte("abc"), DataSync, new(WriteResult))
 	check("WRITE", Args{FH: fh1, Offset: 5, Count: 3, Stable: DataSync, Data: []byte("abc")})
 	_ = c.Rename(ctx, nil, fh1, "a", fh2, "b", new(RenameResult))

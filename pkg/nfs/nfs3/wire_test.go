@@ -75,14 +75,17 @@ var (
 	fh1 = mustFH(1, 2, 3, 4, 5)
 	fh2 = mustFH(0xaa, 0xbb, 0xcc, 0xdd)
 
-	attr1 = Attr{Type: NF3REG, Mode: 0o644, Nlink: 2, UID: 1000, GID: 100, Size: 5, Used: 4096, Rdev: Device{8, 9},
-		FSID: 0x11, FileID: 0x22, Atime: Time3{1, 2}, Mtime: Time3{3, 4}, Ctime: Time3{5, 6}}
+	attr1 = Attr{Type: NF3REG, Mode: 0o644, Nlink: 2, UID: 1000, GID: 100, Size: 5, Used: 4096, Rdev: Device{Major: 8,
+		Minor: 9},
+		FSID: 0x11, FileID: 0x22, Atime: Time3{Sec: 1, Nsec: 2}, Mtime: Time3{Sec: 3, Nsec: 4}, Ctime: Time3{Sec: 5,
+			Nsec: 6}}
 	// The server sends the bits of the file type in the mode of this directory.
 	dirAttr1 = Attr{Type: NF3DIR, Mode: 0o755, Nlink: 3, Size: 4096, Used: 8192, FSID: 0x11, FileID: 0x23,
-		Atime: Time3{11, 12}, Mtime: Time3{13, 14}, Ctime: Time3{15, 16}}
+		Atime: Time3{Sec: 11, Nsec: 12}, Mtime: Time3{Sec: 13, Nsec: 14}, Ctime: Time3{Sec: 15, Nsec: 16}}
 	post1    = PostOpAttr{Present: true, Attr: attr1}
 	postDir1 = PostOpAttr{Present: true, Attr: dirAttr1}
-	wcc1     = WccData{HasBefore: true, Before: WccAttr{Size: 0xfff, Mtime: Time3{13, 14}, Ctime: Time3{15, 1}},
+	wcc1     = WccData{HasBefore: true, Before: WccAttr{Size: 0xfff, Mtime: Time3{Sec: 13, Nsec: 14},
+		Ctime: Time3{Sec: 15, Nsec: 1}},
 		HasAfter: true, After: dirAttr1}
 	verf1 = Verifier{0xf0, 0xf1, 0xf2, 0xf3, 0xf4, 0xf5, 0xf6, 0xf7}
 )
@@ -208,7 +211,8 @@ func (x *exchange) run(t *testing.T) {
 			t.Errorf("got error %v with errno %v, want %v and EIO", err, Errno(err), ErrMalformed)
 		}
 	case x.err != OK:
-		if !errors.As(err, &nfsErr) || nfsErr.Status != x.err || nfsErr.Proc != x.proc || Errno(err) != x.err.Errno() {
+		if !errors.As(err, &nfsErr) || nfsErr.Status != x.err || nfsErr.Proc != x.proc ||
+			Errno(err) != x.err.Errno() {
 			t.Errorf("got error %v, want status %v of %v", err, x.err, x.proc)
 		}
 	case err != nil:
