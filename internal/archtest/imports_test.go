@@ -40,7 +40,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/xprt", "internal/backoff internal/fairqueue internal/leakcheck internal/running internal/verify " +
 		"pkg/ledger pkg/membuf pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace pkg/verbs"},
 	{"test/kit/hostile", "test/kit pkg/membuf pkg/nfs/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs pkg/verbs/faults"},
-	{"internal/server/nfsd", "internal/server/nlmd internal/resvport pkg/nfs/nfs3 pkg/nfs/nfsacl pkg/nfs/nlm pkg/sunrpc"},
+	{"internal/server/nfsd", "internal/server/nlmd internal/resvport pkg/nfs pkg/nfs/nfs3 pkg/nfs/nfsacl pkg/nfs/nlm pkg/sunrpc"},
 	{"internal/server/nlmd", "internal/share pkg/nfs/nfs3 pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc"},
 	{"internal/server/svcrdma", "internal/fairshare pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
 	{"pkg/vfs", "internal/fairqueue internal/loglimit internal/running internal/share pkg/keep/slotfile pkg/fuse/kernel " +
@@ -67,7 +67,8 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/keep/slotfile", "internal/memfd"},
 	{"pkg/fuse/kernel", "internal/memfd internal/oomscore pkg/ledger"},
 	{"pkg/membuf", "internal/fairqueue internal/leakcheck internal/memfd"},
-	{"pkg/nfs/nfs3", "pkg/sunrpc"},
+	{"pkg/nfs/nfs3", "pkg/nfs pkg/sunrpc"},
+	{"pkg/nfs", "pkg/sunrpc"},
 	{"pkg/verbs/internal/base", "internal/leakcheck pkg/verbs"},
 	{"internal/resvport", "internal/loglimit"},
 	{"internal/archtest", ""},

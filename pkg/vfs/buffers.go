@@ -311,7 +311,7 @@ func (fs *FS) writeThroughOnce(r *request, h *fileHandle, off uint64, data []byt
 	var res nfs3.WriteResult
 	err := fs.callWrite(r, ino, &e, 0, nfs3.FileSync, &res)
 	if err == nil {
-		ino.chainWrite(&res.Wcc)
+		ino.chainWrite(&res.Change)
 	}
 	if err == nil && res.Committed != nfs3.FileSync {
 		// RFC 1813 §3.3.7
@@ -324,7 +324,7 @@ func (fs *FS) writeThroughOnce(r *request, h *fileHandle, off uint64, data []byt
 		fs.Counters.SentBytes.Add(uint64(res.Count))
 		fs.progress.Add(1)
 	}
-	fs.extentWritten(ino, &res.Wcc, start, err)
+	fs.extentWritten(ino, &res.Change, start, err)
 	if err != nil {
 		return 0, fs.checkStale(ino, err)
 	}

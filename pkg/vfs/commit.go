@@ -137,7 +137,7 @@ func (fs *FS) commitAs(ctx context.Context, cred []byte, ino *inode, res *nfs3.C
 			continue
 		}
 		if err == nil {
-			fs.updateCommitted(ino, &res.Wcc, start)
+			fs.updateCommitted(ino, &res.Change, start)
 		}
 		return err
 	}

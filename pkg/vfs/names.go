@@ -193,7 +193,7 @@ func (fs *FS) createEntry(r *request, dir *inode, name string, typ nfs3.FileType
 		if fs.retryJukebox(r, err, try) {
 			continue
 		}
-		changed = fs.nameMade(dir, name, &res.DirWcc, start)
+		changed = fs.nameMade(dir, name, &res.DirChange, start)
 		made = hasStatus(err, nfs3.ErrExist) && r.sentBefore()
 		if err != nil && !made {
 			return nil, false, fs.checkStale(dir, err)
@@ -311,7 +311,7 @@ func (fs *FS) link(r *request, in *fuse.LinkIn, name string, out *fuse.EntryOut)
 		if fs.retryJukebox(r, err, try) {
 			continue
 		}
-		changed = fs.nameMade(dir, name, &res.DirWcc, start)
+		changed = fs.nameMade(dir, name, &res.DirChange, start)
 		if hasStatus(err, nfs3.ErrExist) && r.sentBefore() && fs.isNow(r, dir, name, ino) {
 			err = nil
 		}

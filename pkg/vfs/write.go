@@ -431,7 +431,7 @@ func (fs *FS) writeExtent(ctx context.Context, ino *inode, e *extent, stable nfs
 		if err != nil {
 			return committed, start, fs.checkStale(ino, err)
 		}
-		ino.chainWrite(&res.Wcc)
+		ino.chainWrite(&res.Change)
 		fs.Counters.SentBytes.Add(uint64(res.Count))
 		fs.progress.Add(1)
 		if done > 0 && res.Verf != e.verf {
@@ -442,7 +442,7 @@ func (fs *FS) writeExtent(ctx context.Context, ino *inode, e *extent, stable nfs
 		done += int(res.Count)
 		try = 0
 	}
-	*wcc = res.Wcc
+	*wcc = res.Change
 	return committed, start, nil
 }
 

@@ -5,6 +5,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -30,7 +31,7 @@ func typeOf(mode uint32) nfs3.FileType {
 	return nfs3.NF3REG
 }
 
-func timeOf(t unix.Timespec) nfs3.Time3 { return nfs3.TimeOf(time.Unix(t.Unix())) }
+func timeOf(t unix.Timespec) nfs3.Time3 { return nfs.TimeOf(time.Unix(t.Unix())) }
 
 // attrOf converts attributes to fattr3. The fsid differs between parts of one mount that number
 // their inodes separately, as btrfs subvolumes do.

@@ -177,9 +177,9 @@ func TestAttributesBefore(t *testing.T) {
 	var res nfs3.CreateResult
 	c.OK(c.Create(c.Ctx, root, c.Root, "f", &nfs3.CreateHow{}, &res))
 	want := nfs3.WccAttr{Size: before.Size, Mtime: before.Mtime, Ctime: before.Ctime}
-	if !res.DirWcc.HasBefore || res.DirWcc.Before != want || !res.DirWcc.HasAfter ||
-		res.DirWcc.After != c.getattr(c.Root) {
-		t.Errorf("CREATE: got %+v, want the attributes before and after", res.DirWcc)
+	if !res.DirChange.HasBefore || res.DirChange.Before != want || !res.DirChange.HasAfter ||
+		res.DirChange.After != c.getattr(c.Root) {
+		t.Errorf("CREATE: got %+v, want the attributes before and after", res.DirChange)
 	}
 	var ren nfs3.RenameResult
 	c.OK(c.Rename(c.Ctx, root, c.Root, "f", c.Root, "g", &ren))
@@ -188,8 +188,8 @@ func TestAttributesBefore(t *testing.T) {
 	}
 	// A failure tells the client the directory's attributes, too.
 	err := c.Create(c.Ctx, root, c.Root, "g", &nfs3.CreateHow{Mode: nfs3.Guarded}, &res)
-	if c.Want(err, unix.EEXIST); !res.DirWcc.HasAfter {
-		t.Errorf("failed CREATE: got %+v, want attributes", res.DirWcc)
+	if c.Want(err, unix.EEXIST); !res.DirChange.HasAfter {
+		t.Errorf("failed CREATE: got %+v, want attributes", res.DirChange)
 	}
 }
 

@@ -88,7 +88,7 @@ func TestCreateTruncatesDuringWrite(t *testing.T) {
 	block.Store(nil)
 	close(ch)
 	calls.Wait()
-	if w.Wcc.HasBefore {
-		t.Errorf("attributes before WRITE: got size %d, want none", w.Wcc.Before.Size)
+	if w.Change.HasBefore {
+		t.Errorf("attributes before WRITE: got size %d, want none", w.Change.Before.Size)
 	}
 }

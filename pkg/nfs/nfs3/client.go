@@ -108,7 +108,7 @@ func (c *Client) roundTrip(ctx context.Context, s *scratch) error {
 		c.observe(s.proc, time.Since(start), err)
 	}
 	if err != nil {
-		return fmt.Errorf("NFSv3 %s: %w", s.proc, err)
+		return fmt.Errorf("%s: %w", operation(s.proc), err)
 	}
 	if m.ResultDataLen > m.ResultRoom() {
 		return malformed(s.proc, errResultData)
@@ -146,7 +146,7 @@ func (s *scratch) finish(d *reader) error {
 
 // refuse returns the error for invalid arguments. The call is not sent.
 func (s *scratch) refuse(status Status, what string) error {
-	return &Error{Proc: s.proc, Status: status, What: what}
+	return &Error{Op: operation(s.proc), Status: status, What: what}
 }
 
 // addDirOp appends a diropargs3: a directory and a name in the directory (RFC 1813 §2.6).

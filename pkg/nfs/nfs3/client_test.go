@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
@@ -167,7 +168,7 @@ func TestTime(t *testing.T) {
 		{time.Unix(-1, 0), Time3{}},
 		{time.Unix(1<<32, 7), Time3{Sec: 1<<32 - 1}},
 	} {
-		if got := TimeOf(x.in); got != x.want {
+		if got := nfs.TimeOf(x.in); got != x.want {
 			t.Errorf("TimeOf(%v): got %v, want %v", x.in, got, x.want)
 		}
 	}

@@ -70,8 +70,7 @@ func (d *reader) fh(h *FH) {
 	if d.Err() == nil && len(p) == 0 {
 		d.Fail(errEmptyFH)
 	}
-	*h = FH{}
-	h.n = uint8(copy(h.b[:], p))
+	h.Set(p)
 }
 
 func (d *reader) postOpFH(h *FH) (present bool) {

@@ -154,7 +154,7 @@ var exchanges = []exchange{
 	{
 		name: "WRITE", call: write("some data"), proc: ProcWrite,
 		args: fhHex + "0000000100000002 00000009 00000001 00000009", data: "some data", maxResult: 136,
-		reply: okHex + wccHex + "00000009 00000002" + verfHex, want: WriteResult{Wcc: wcc1, Count: 9,
+		reply: okHex + wccHex + "00000009 00000002" + verfHex, want: WriteResult{Change: wcc1, Count: 9,
 			Committed: FileSync, Verf: verf1},
 	},
 	{
@@ -169,7 +169,7 @@ var exchanges = []exchange{
 	},
 	{
 		name: "WRITE no space", call: write("x"), proc: ProcWrite, data: "x",
-		reply: "0000001c" + wccHex, err: ErrNoSpc, want: WriteResult{Wcc: wcc1},
+		reply: "0000001c" + wccHex, err: ErrNoSpc, want: WriteResult{Change: wcc1},
 	},
 	invalid("WRITE more than requested", ProcWrite, write("x"), okHex+wccNoneHex+"00000002 00000000"+verfHex),
 	invalid("WRITE success without data", ProcWrite, write("x"), okHex+wccNoneHex+"00000000 00000000"+verfHex),
@@ -185,7 +185,7 @@ var exchanges = []exchange{
 		args:      fhHex + "00000003 61626300 00000000 00000001 00000180 00000000 00000000 00000000 00000000 00000000",
 		maxResult: 280,
 		reply:     okHex + "00000001" + fh2Hex + postHex + wccHex, want: CreateResult{HasFH: true, FH: fh2,
-			Attr: post1, DirWcc: wcc1},
+			Attr: post1, DirChange: wcc1},
 	},
 	{
 		name: "CREATE guarded, file exists",
@@ -194,7 +194,7 @@ var exchanges = []exchange{
 		}),
 		proc:  ProcCreate,
 		args:  fhHex + "00000003 61626300 00000001 00000000 00000000 00000000 00000000 00000000 00000000",
-		reply: "00000011" + wccHex, err: ErrExist, want: CreateResult{DirWcc: wcc1},
+		reply: "00000011" + wccHex, err: ErrExist, want: CreateResult{DirChange: wcc1},
 	},
 	{
 		name: "CREATE exclusive, reply without a handle",
@@ -215,7 +215,7 @@ var exchanges = []exchange{
 		args:      fhHex + "00000001 64000000 00000000 00000000 00000001 00000005 00000000 00000000 00000000",
 		maxResult: 280,
 		reply:     okHex + "00000001" + fh2Hex + postDirHex + wccHex, want: CreateResult{HasFH: true, FH: fh2,
-			Attr: postDir1, DirWcc: wcc1},
+			Attr: postDir1, DirChange: wcc1},
 	},
 	{
 		name: "SYMLINK",
@@ -226,7 +226,7 @@ var exchanges = []exchange{
 		args: fhHex + "00000001 6c000000 00000000 00000000 00000000 00000000 00000000 00000000 00000006",
 		data: "../x/y", maxResult: 280,
 		reply: okHex + "00000001" + fh2Hex + postHex + wccHex, want: CreateResult{HasFH: true, FH: fh2, Attr: post1,
-			DirWcc: wcc1},
+			DirChange: wcc1},
 	},
 	{
 		name: "MKNOD device",
@@ -238,7 +238,7 @@ var exchanges = []exchange{
 			"00000003",
 		maxResult: 280,
 		reply:     okHex + "00000001" + fh2Hex + postHex + wccHex, want: CreateResult{HasFH: true, FH: fh2,
-			Attr: post1, DirWcc: wcc1},
+			Attr: post1, DirChange: wcc1},
 	},
 	{
 		name: "MKNOD pipe, not supported",
@@ -279,7 +279,7 @@ var exchanges = []exchange{
 			return c.Link(ctx, cred, fh1, fh2, "bb", r)
 		}),
 		proc: ProcLink, args: fhHex + fh2Hex + "00000002 62620000", maxResult: 208,
-		reply: okHex + postHex + wccHex, want: LinkResult{Attr: post1, DirWcc: wcc1},
+		reply: okHex + postHex + wccHex, want: LinkResult{Attr: post1, DirChange: wcc1},
 	},
 	{
 		name: "LINK too many links",
@@ -287,7 +287,7 @@ var exchanges = []exchange{
 			return c.Link(ctx, cred, fh1, fh2, "bb", r)
 		}),
 		proc:  ProcLink,
-		reply: "0000001f" + postHex + wccHex, err: ErrMLink, want: LinkResult{Attr: post1, DirWcc: wcc1},
+		reply: "0000001f" + postHex + wccHex, err: ErrMLink, want: LinkResult{Attr: post1, DirChange: wcc1},
 	},
 
 	// READDIR, READDIRPLUS
@@ -370,7 +370,7 @@ var exchanges = []exchange{
 			return c.Commit(ctx, cred, fh1, 1<<40, 512, r)
 		}),
 		proc: ProcCommit, args: fhHex + "0000010000000000 00000200", maxResult: 128,
-		reply: okHex + wccHex + verfHex, want: CommitResult{Wcc: wcc1, Verf: verf1},
+		reply: okHex + wccHex + verfHex, want: CommitResult{Change: wcc1, Verf: verf1},
 	},
 	{
 		name: "COMMIT error",
@@ -378,7 +378,7 @@ var exchanges = []exchange{
 			return c.Commit(ctx, cred, fh1, 0, 0, r)
 		}),
 		proc:  ProcCommit,
-		reply: "00000005" + wccHex, err: ErrIO, want: CommitResult{Wcc: wcc1},
+		reply: "00000005" + wccHex, err: ErrIO, want: CommitResult{Change: wcc1},
 	},
 }
 

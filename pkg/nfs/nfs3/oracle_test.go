@@ -69,9 +69,9 @@ type (
 		DirAttr nfs.PostOpAttr
 	}
 	oracleCreateOK struct {
-		FH     nfs.PostOpFH3
-		Attr   nfs.PostOpAttr
-		DirWcc nfs.WccData
+		FH        nfs.PostOpFH3
+		Attr      nfs.PostOpAttr
+		DirChange nfs.WccData
 	}
 	oracleWriteOK struct {
 		Wcc   nfs.WccData
@@ -203,16 +203,16 @@ func FuzzOracleResults(f *testing.F) {
 		})
 		var made CreateResult
 		compare(t, c.Mkdir(ctx, cred, fh1, "n", &SetAttr{}, &made), body, func(o *oracleCreateOK) (any, any, bool) {
-			want := CreateResult{HasFH: o.FH.IsSet, Attr: ofPost(&o.Attr), DirWcc: ofWcc(&o.DirWcc)}
+			want := CreateResult{HasFH: o.FH.IsSet, Attr: ofPost(&o.Attr), DirChange: ofWcc(&o.DirChange)}
 			if o.FH.IsSet {
 				want.FH = ofFH(o.FH.FH)
 			}
-			return made, want, (!o.FH.IsSet || validFH(o.FH.FH)) && validPost(&o.Attr) && validPost(&o.DirWcc.After)
+			return made, want, (!o.FH.IsSet || validFH(o.FH.FH)) && validPost(&o.Attr) && validPost(&o.DirChange.After)
 		})
 		var wrote WriteResult
 		data := make([]byte, 1<<10)
 		compare(t, c.Write(ctx, cred, fh1, 0, data, Unstable, &wrote), body, func(o *oracleWriteOK) (any, any, bool) {
-			return wrote, WriteResult{Wcc: ofWcc(&o.Wcc), Count: o.Count, Committed: StableHow(o.How),
+			return wrote, WriteResult{Change: ofWcc(&o.Wcc), Count: o.Count, Committed: StableHow(o.How),
 					Verf: Verifier(o.Verf)},
 				validPost(&o.Wcc.After) && o.Count > 0 && o.Count <= uint32(len(data)) && o.How <= 2
 		})

@@ -134,7 +134,7 @@ func (c *Client) Write(ctx context.Context, cred []byte, fh FH, off uint64, data
 	if err != nil {
 		return err
 	}
-	d.wcc(&res.Wcc)
+	d.wcc(&res.Change)
 	if s.status == OK {
 		res.Count = d.Uint32()
 		res.Committed = d.stableHow()
@@ -163,7 +163,7 @@ func (c *Client) Commit(ctx context.Context, cred []byte, fh FH, off uint64, cou
 	if err != nil {
 		return err
 	}
-	d.wcc(&res.Wcc)
+	d.wcc(&res.Change)
 	if s.status == OK {
 		res.Verf = d.verifier()
 	}

@@ -96,7 +96,7 @@ func (c *Client) created(ctx context.Context, s *scratch, res *CreateResult) err
 		res.HasFH = d.postOpFH(&res.FH)
 		d.postOpAttr(&res.Attr)
 	}
-	d.wcc(&res.DirWcc)
+	d.wcc(&res.DirChange)
 	return s.finish(&d)
 }
 
@@ -161,6 +161,6 @@ func (c *Client) Link(ctx context.Context, cred []byte, fh, dir FH, name string,
 		return err
 	}
 	d.postOpAttr(&res.Attr)
-	d.wcc(&res.DirWcc)
+	d.wcc(&res.DirChange)
 	return s.finish(&d)
 }

@@ -101,8 +101,7 @@ func ParseArgs(proc Proc, b []byte, a *Args) error {
 // serverFH reads a handle; unlike the client, a server accepts an empty one and answers
 // NFS3ERR_BADHANDLE.
 func (d *reader) serverFH(h *FH) {
-	*h = FH{}
-	h.n = uint8(copy(h.b[:], d.Opaque(FHSize)))
+	h.Set(d.Opaque(FHSize))
 }
 
 // dirOp reads a diropargs3 (RFC 1813 §2.6).

@@ -211,7 +211,7 @@ func (x *exchange) run(t *testing.T) {
 			t.Errorf("got error %v with errno %v, want %v and EIO", err, Errno(err), ErrMalformed)
 		}
 	case x.err != OK:
-		if !errors.As(err, &nfsErr) || nfsErr.Status != x.err || nfsErr.Proc != x.proc ||
+		if !errors.As(err, &nfsErr) || nfsErr.Status != x.err || nfsErr.Op != operation(x.proc) ||
 			Errno(err) != x.err.Errno() {
 			t.Errorf("got error %v, want status %v of %v", err, x.err, x.proc)
 		}

@@ -1,12 +1,8 @@
-package nfs3
-
-// The caller provides the result structs of this file, and a method of Client overwrites all
-// fields. After an [*Error] with a status from the server, the struct holds the attributes of the
-// reply. After any other error its content is undefined.
+package nfs
 
 // LookupResult is the result of LOOKUP (RFC 1813 §3.3.3).
 type LookupResult struct {
-	FH      FH
+	FH      Handle
 	Attr    PostOpAttr // of the object; only on success
 	DirAttr PostOpAttr
 }
@@ -32,18 +28,18 @@ type ReadResult struct {
 
 // WriteResult is the result of WRITE (RFC 1813 §3.3.7).
 type WriteResult struct {
-	Wcc       WccData
+	Change    Change
 	Count     uint32 // bytes written
-	Committed StableHow
+	Committed Stability
 	Verf      Verifier
 }
 
 // CreateResult is the result of CREATE, MKDIR, SYMLINK and MKNOD (RFC 1813 §3.3.8 to §3.3.11).
 type CreateResult struct {
-	HasFH  bool // a server may omit the handle; then use LOOKUP
-	FH     FH
-	Attr   PostOpAttr
-	DirWcc WccData
+	HasFH     bool // a server may omit the handle; then use LOOKUP
+	FH        Handle
+	Attr      PostOpAttr
+	DirChange Change
 }
 
 // CreateHow is createhow3 (RFC 1813 §3.3.8).
@@ -55,13 +51,13 @@ type CreateHow struct {
 
 // RenameResult is the result of RENAME (RFC 1813 §3.3.14).
 type RenameResult struct {
-	From, To WccData // of the two directories
+	From, To Change // of the two directories
 }
 
 // LinkResult is the result of LINK (RFC 1813 §3.3.15).
 type LinkResult struct {
-	Attr   PostOpAttr // of the file
-	DirWcc WccData
+	Attr      PostOpAttr // of the file
+	DirChange Change
 }
 
 // ReadDirResult is the result of READDIR and READDIRPLUS without the entries (RFC 1813 §3.3.16,
@@ -82,7 +78,7 @@ type DirEntry struct {
 	Name  []byte
 	Attr  PostOpAttr // READDIRPLUS only
 	HasFH bool       // READDIRPLUS only
-	FH    FH
+	FH    Handle
 }
 
 // FSStatResult is the result of FSSTAT (RFC 1813 §3.3.18). Avail is the part of Free that the
@@ -101,7 +97,7 @@ type FSInfoResult struct {
 	WriteMax, WritePref, WriteMult uint32
 	DirPref                        uint32
 	MaxFileSize                    uint64
-	TimeDelta                      Time3
+	TimeDelta                      Time
 	Properties                     uint32 // FSF bits
 }
 
@@ -118,6 +114,6 @@ type PathConfResult struct {
 
 // CommitResult is the result of COMMIT (RFC 1813 §3.3.21).
 type CommitResult struct {
-	Wcc  WccData
-	Verf Verifier
+	Change Change
+	Verf   Verifier
 }
