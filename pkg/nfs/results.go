@@ -36,7 +36,8 @@ type WriteResult struct {
 
 // CreateResult is the result of CREATE, MKDIR, SYMLINK and MKNOD (RFC 1813 §3.3.8 to §3.3.11).
 type CreateResult struct {
-	HasFH     bool // a server may omit the handle; then use LOOKUP
+	State     OpenState // of a file that the call has opened
+	HasFH     bool      // a server may omit the handle; then use LOOKUP
 	FH        Handle
 	Attr      PostOpAttr
 	DirChange Change

@@ -42,6 +42,10 @@ type Message struct {
 	// Result. It is -1 when Result holds all results.
 	ResultDataLen int
 
+	// Once is true when the effects of the call must happen once: a retransmission must have the same
+	// XID, so that the server recognizes it. See CallKeeper.
+	Once bool
+
 	// XID of the call, set by the transport.
 	XID uint32
 }

@@ -71,6 +71,10 @@ type scratch struct {
 	entry  DirEntry
 }
 
+// once are the procedures whose effects must happen once.
+var once = [NumProcs]bool{ProcSetAttr: true, ProcCreate: true, ProcMkdir: true, ProcSymlink: true, ProcMknod: true,
+	ProcRemove: true, ProcRmdir: true, ProcRename: true, ProcLink: true}
+
 // begin prepares a scratch for a call with results of at most maxResult bytes.
 func (c *Client) begin(p Proc, cred []byte, maxResult int) *scratch {
 	s := c.pool.Get().(*scratch)
@@ -80,7 +84,7 @@ func (c *Client) begin(p Proc, cred []byte, maxResult int) *scratch {
 		s.res = make([]byte, 0, maxResult)
 	}
 	s.msg = sunrpc.Message{Prog: Program, Vers: Version, Proc: uint32(p), Cred: cred, MaxResult: maxResult,
-		Result: s.res, ResultDataLen: -1}
+		Result: s.res, ResultDataLen: -1, Once: once[p]}
 	return s
 }
 
