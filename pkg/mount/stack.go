@@ -197,7 +197,7 @@ func (s *mountStack) newFS(ctx context.Context, client *nfs3.Client, root nfs3.F
 	if !s.opts.NoACL {
 		o.ACL = nfsacl.NewClient(&s.transports, func(p nfsacl.Proc, d time.Duration) { s.aclProcs[p].Observe(d) })
 	}
-	if s.fs, err = vfs.New(ctx, client, root, o); err != nil {
+	if s.fs, err = vfs.New(ctx, nfs3.NewServer(client), root, o); err != nil {
 		return s.serverError(ctx, s.address, err)
 	}
 	s.lockedFS.Store(s.fs)

@@ -7,7 +7,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -22,7 +22,7 @@ const maxCachedACL = 32
 // cachedACLs are the ACLs of an inode at the time when its ctime was ctime.
 type cachedACLs struct {
 	nfsacl.ACLs
-	ctime nfs3.Time3
+	ctime nfs.Time
 }
 
 // probeACL asks the server once whether it supports NFSACL. The error is that of the transport.
@@ -182,7 +182,7 @@ func (fs *FS) askACLs(ctx context.Context, cred []byte, ino *inode) (nfsacl.ACLs
 	}
 	ino.mu.Unlock()
 	for try := 0; ; try++ {
-		var attr nfs3.PostOpAttr
+		var attr nfs.PostOpAttr
 		start := fs.clock.Now()
 		acls, err := fs.acl.Get(ctx, cred, ino.fh, mask, &attr)
 		if fs.retryJukebox(ctx, err, try) {
@@ -249,7 +249,7 @@ func (fs *FS) setACL(r *request, ino *inode, name string, acl nfsacl.ACL) error 
 	if err := fs.sync(r, ino); err != nil { // the new ACL may forbid a later COMMIT
 		return err
 	}
-	var a nfs3.Attr
+	var a nfs.Attr
 	if _, err := fs.fetch(r, r.cred, ino, &a); err != nil {
 		return err
 	}
@@ -263,7 +263,7 @@ func (fs *FS) setACL(r *request, ino *inode, name string, acl nfsacl.ACL) error 
 func (fs *FS) setACLs(r *request, ino *inode, acls *nfsacl.ACLs, owner nfsacl.Owner) error {
 	fs.invalidateAttr(ino)
 	for try := 0; ; try++ {
-		var attr nfs3.PostOpAttr
+		var attr nfs.PostOpAttr
 		start := fs.clock.Now()
 		err := fs.acl.Set(r, r.cred, ino.fh, acls, owner, &attr)
 		fs.dropACLs(ino)
@@ -278,14 +278,14 @@ func (fs *FS) setACLs(r *request, ino *inode, acls *nfsacl.ACLs, owner nfsacl.Ow
 		ino.mu.Lock()
 		ino.newEpoch(fs)
 		ino.mu.Unlock()
-		fs.updateWcc(ino, &nfs3.WccData{HasAfter: attr.Present, After: attr.Attr}, start, true)
+		fs.updateWcc(ino, &nfs.Change{HasAfter: attr.Present, After: attr.Attr}, start, true)
 		return nil
 	}
 }
 
 // newMode returns the mode of a new object in dir. The umask of the caller applies only when the
 // directory has no default ACL (umask(2)). The server applies the default ACL.
-func (fs *FS) newMode(r *request, dir *inode, mode, umask uint32) nfs3.SetAttr {
+func (fs *FS) newMode(r *request, dir *inode, mode, umask uint32) nfs.SetAttr {
 	if !fs.hasDefaultACL(r, dir) {
 		mode &^= umask
 	}

@@ -9,7 +9,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 )
 
@@ -17,29 +17,29 @@ import (
 const statBlock = 512
 
 var modeOfType = [...]uint32{
-	nfs3.NF3REG:  syscall.S_IFREG,
-	nfs3.NF3DIR:  syscall.S_IFDIR,
-	nfs3.NF3BLK:  syscall.S_IFBLK,
-	nfs3.NF3CHR:  syscall.S_IFCHR,
-	nfs3.NF3LNK:  syscall.S_IFLNK,
-	nfs3.NF3SOCK: syscall.S_IFSOCK,
-	nfs3.NF3FIFO: syscall.S_IFIFO,
+	nfs.Regular:     syscall.S_IFREG,
+	nfs.Directory:   syscall.S_IFDIR,
+	nfs.BlockDevice: syscall.S_IFBLK,
+	nfs.CharDevice:  syscall.S_IFCHR,
+	nfs.Symlink:     syscall.S_IFLNK,
+	nfs.Socket:      syscall.S_IFSOCK,
+	nfs.FIFO:        syscall.S_IFIFO,
 }
 
 // fileMode returns the st_mode for attributes.
-func fileMode(a *nfs3.Attr) uint32 {
+func fileMode(a *nfs.Attr) uint32 {
 	if int(a.Type) >= len(modeOfType) {
-		return a.Mode & nfs3.ModeMask
+		return a.Mode & nfs.ModeMask
 	}
-	return modeOfType[a.Type] | a.Mode&nfs3.ModeMask
+	return modeOfType[a.Type] | a.Mode&nfs.ModeMask
 }
 
 // nsec returns the server's nanoseconds, below one second as the kernel requires.
-func nsec(t nfs3.Time3) uint32 { return min(t.Nsec, uint32(time.Second-1)) }
+func nsec(t nfs.Time) uint32 { return min(t.Nsec, uint32(time.Second-1)) }
 
 // fillAttr sets out to the attributes a of the server. The size includes data that the server may
 // have lost.
-func (fs *FS) fillAttr(ino *inode, out *fuse.Attr, a *nfs3.Attr) {
+func (fs *FS) fillAttr(ino *inode, out *fuse.Attr, a *nfs.Attr) {
 	*out = fuse.Attr{
 		Ino: a.FileID, Size: max(a.Size, ino.data.Load().end()), Blocks: (a.Used + statBlock - 1) / statBlock,
 		Atime: uint64(a.Atime.Sec), Atimensec: nsec(a.Atime),
@@ -48,7 +48,7 @@ func (fs *FS) fillAttr(ino *inode, out *fuse.Attr, a *nfs3.Attr) {
 		Mode: fileMode(a), Nlink: a.Nlink, Owner: fuse.Owner{Uid: a.UID, Gid: a.GID},
 		Blksize: uint32(fs.opts.WSize),
 	}
-	if a.Type == nfs3.NF3BLK || a.Type == nfs3.NF3CHR {
+	if a.Type == nfs.BlockDevice || a.Type == nfs.CharDevice {
 		// The kernel's FUSE protocol carries a device in 32 bits, encoded by new_encode_dev.
 		out.Rdev = uint32(unix.Mkdev(a.Rdev.Major, a.Rdev.Minor))
 	}
@@ -59,7 +59,7 @@ func (fs *FS) fillAttr(ino *inode, out *fuse.Attr, a *nfs3.Attr) {
 // state is unknown; the node has data that the server does not have; or the attributes describe
 // another object. When the attributes show a change by another client, the cached pages of a file
 // become stale, and the cached names of a directory expire.
-func (fs *FS) updateAttr(ino *inode, a *nfs3.Attr, start uint64) bool {
+func (fs *FS) updateAttr(ino *inode, a *nfs.Attr, start uint64) bool {
 	ino.mu.Lock()
 	stored, expired := fs.updateAttrLocked(ino, a, start)
 	ino.mu.Unlock()
@@ -69,14 +69,14 @@ func (fs *FS) updateAttr(ino *inode, a *nfs3.Attr, start uint64) bool {
 
 // updateAttrLocked is updateAttr for callers that hold ino.mu. They pass expired to expireNames
 // afterwards.
-func (fs *FS) updateAttrLocked(ino *inode, a *nfs3.Attr, start uint64) (stored bool, expired map[string]cachedName) {
+func (fs *FS) updateAttrLocked(ino *inode, a *nfs.Attr, start uint64) (stored bool, expired map[string]cachedName) {
 	if start < ino.changeClock || ino.pending > 0 || ino.isOtherObjectLocked(a) {
 		return false, nil
 	}
-	next := stampOf(a)
-	changed := ino.known && stampOf(&ino.attr) != next
-	foreign := ino.known && fs.changedByOther(ino, stampOf(&ino.attr), next)
-	if foreign && a.Type == nfs3.NF3DIR {
+	next := a.Stamp()
+	changed := ino.known && ino.attr.Stamp() != next
+	foreign := ino.known && fs.changedByOther(ino, ino.attr.Stamp(), next)
+	if foreign && a.Type == nfs.Directory {
 		ino.newEpoch(fs)
 		expired = ino.takeNamesLocked()
 	}
@@ -98,9 +98,9 @@ func (fs *FS) updateAttrLocked(ino *inode, a *nfs3.Attr, start uint64) (stored b
 // ageLocked sets how long the new attributes a may be cached, as Linux's NFS client does
 // (nfs_update_inode). The time is the minimum after a change, and doubles while the object stays
 // the same for that time. The caller holds ino.mu.
-func (fs *FS) ageLocked(ino *inode, a *nfs3.Attr, changed bool) {
+func (fs *FS) ageLocked(ino *inode, a *nfs.Attr, changed bool) {
 	minAge, maxAge := fs.opts.AcRegMin, fs.opts.AcRegMax
-	if a.Type == nfs3.NF3DIR {
+	if a.Type == nfs.Directory {
 		minAge, maxAge = fs.opts.AcDirMin, fs.opts.AcDirMax
 	}
 	at := attr.Now()
@@ -134,17 +134,17 @@ func (ino *inode) invalidateLocked(fs *FS) {
 }
 
 // setSent records that the kernel gets the attributes a.
-func (ino *inode) setSent(a *nfs3.Attr) {
+func (ino *inode) setSent(a *nfs.Attr) {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
-	ino.sent = stampOf(a)
+	ino.sent = a.Stamp()
 }
 
 // takeUnsent returns attributes that came with the reply to a change by this mount and that the
 // kernel does not have yet. The kernel requests the attributes because of that change. left is how
 // long the kernel may cache the attributes. ok is false when the node has no such attributes.
 // takeUnsent returns them once, so a second request sends a GETATTR to the server.
-func (fs *FS) takeUnsent(ino *inode, a *nfs3.Attr) (left time.Duration, ok bool) {
+func (fs *FS) takeUnsent(ino *inode, a *nfs.Attr) (left time.Duration, ok bool) {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
 	sent := !ino.unsent
@@ -162,7 +162,7 @@ func (fs *FS) takeUnsent(ino *inode, a *nfs3.Attr) (left time.Duration, ok bool)
 // means that this mount had no other change of the object in flight. Only then do the attributes
 // before the call show changes by other clients. A change by this mount alone keeps cached pages,
 // names, and the age of the attributes.
-func (fs *FS) updateWcc(ino *inode, wcc *nfs3.WccData, start uint64, alone bool) {
+func (fs *FS) updateWcc(ino *inode, wcc *nfs.Change, start uint64, alone bool) {
 	ino.mu.Lock()
 	own := fs.ownChangeLocked(ino, wcc, alone)
 	if own && wcc.HasAfter {
@@ -171,7 +171,7 @@ func (fs *FS) updateWcc(ino *inode, wcc *nfs3.WccData, start uint64, alone bool)
 	if ino.pageStampValid {
 		ino.pageStampValid = own
 		if wcc.HasAfter {
-			ino.pageStamp = stampOf(&wcc.After)
+			ino.pageStamp = wcc.After.Stamp()
 		}
 	}
 	if c := ino.acls; c != nil && wcc.HasBefore && wcc.HasAfter && c.ctime == wcc.Before.Ctime {
@@ -200,7 +200,7 @@ func (ino *inode) sawChange(start, seen uint64) {
 }
 
 // updateCommitted stores the attributes in the reply to a COMMIT, which changes no attribute.
-func (fs *FS) updateCommitted(ino *inode, wcc *nfs3.WccData, start uint64) {
+func (fs *FS) updateCommitted(ino *inode, wcc *nfs.Change, start uint64) {
 	stored := wcc.HasAfter && fs.updateAttr(ino, &wcc.After, start)
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
@@ -212,7 +212,7 @@ func (fs *FS) updateCommitted(ino *inode, wcc *nfs3.WccData, start uint64) {
 // ownChangeLocked reports whether the reply to a change by this mount shows no change by another
 // client before it. A file without attributes from before the call counts as unchanged, and a
 // directory counts as changed, as in Linux's NFS client. The caller holds ino.mu.
-func (fs *FS) ownChangeLocked(ino *inode, wcc *nfs3.WccData, alone bool) bool {
+func (fs *FS) ownChangeLocked(ino *inode, wcc *nfs.Change, alone bool) bool {
 	switch {
 	case !ino.known:
 		return false
@@ -221,7 +221,7 @@ func (fs *FS) ownChangeLocked(ino *inode, wcc *nfs3.WccData, alone bool) bool {
 	case !alone:
 		return true
 	}
-	return !fs.changedByOther(ino, stampOf(&ino.attr), stampOfWcc(&wcc.Before))
+	return !fs.changedByOther(ino, ino.attr.Stamp(), wcc.Before)
 }
 
 // fetchTries is the number of GETATTR calls while other calls keep changing the node.
@@ -229,7 +229,7 @@ const fetchTries = 3
 
 // fetch gets the node's attributes from the server (GETATTR) and stores them. cacheable is false
 // when other calls of this mount kept changing the node: the attributes must then not be cached.
-func (fs *FS) fetch(ctx context.Context, cred []byte, ino *inode, a *nfs3.Attr) (cacheable bool, err error) {
+func (fs *FS) fetch(ctx context.Context, cred []byte, ino *inode, a *nfs.Attr) (cacheable bool, err error) {
 	for range fetchTries {
 		start := fs.clock.Now()
 		if err := fs.getAttr(ctx, cred, ino, a); err != nil {
@@ -248,9 +248,10 @@ func (fs *FS) fetch(ctx context.Context, cred []byte, ino *inode, a *nfs3.Attr) 
 	return false, nil
 }
 
-func (fs *FS) getAttr(ctx context.Context, cred []byte, ino *inode, a *nfs3.Attr) error {
+func (fs *FS) getAttr(ctx context.Context, cred []byte, ino *inode, a *nfs.Attr) error {
 	for try := 0; ; try++ {
-		err := fs.client.GetAttr(ctx, cred, ino.fh, a)
+		var err error
+		*a, err = fs.server.GetAttr(ctx, cred, ino.fh)
 		if fs.retryJukebox(ctx, err, try) {
 			continue
 		}
@@ -281,11 +282,11 @@ func (fs *FS) freshLocked(ino *inode) bool {
 	return ino.valid && !fs.opts.NoAC && attr.Now().Sub(ino.receivedAt) < ino.ttl
 }
 
-func hasStatus(err error, s nfs3.Status) bool {
+func hasStatus(err error, s nfs.Status) bool {
 	if err == nil {
 		return false // returns before the allocation below
 	}
-	var e *nfs3.Error
+	var e *nfs.Error
 	return errors.As(err, &e) && e.Status == s
 }
 
@@ -295,7 +296,7 @@ func (fs *FS) checkStale(ino *inode, err error) error {
 	if err == nil {
 		return nil
 	}
-	if errors.Is(err, nfs3.ErrMalformed) {
+	if errors.Is(err, nfs.ErrMalformed) {
 		_ = fs.invalidReply(ino, err.Error())
 		return err // for the error of a mount; the kernel gets EIO
 	}
@@ -322,11 +323,11 @@ func errno(err error) syscall.Errno {
 		return 0
 	case syscall.Errno:
 		return err
-	case *nfs3.Error:
-		if err.Status == nfs3.ErrJukebox {
+	case *nfs.Error:
+		if err.Status == nfs.ErrJukebox {
 			return syscall.EINTR // only an interrupt ends the retries
 		}
-		return nfs3.Errno(err)
+		return nfs.Errno(err)
 	}
 	return wrappedErrno(err)
 }
@@ -335,14 +336,14 @@ func errno(err error) syscall.Errno {
 // must not pay for this allocation.
 func wrappedErrno(err error) syscall.Errno {
 	var n syscall.Errno
-	var e *nfs3.Error
+	var e *nfs.Error
 	switch {
-	case errors.As(err, &e) && e.Status == nfs3.ErrJukebox:
+	case errors.As(err, &e) && e.Status == nfs.ErrJukebox:
 		return syscall.EINTR
 	case e == nil && errors.As(err, &n) && n == syscall.EINTR:
 		return n
 	}
-	return nfs3.Errno(err)
+	return nfs.Errno(err)
 }
 
 func toStatus(err error) fuse.Status { return fuse.Status(errno(err)) }

@@ -6,7 +6,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -302,18 +302,17 @@ func (fs *FS) writeThroughOnce(r *request, h *fileHandle, off uint64, data []byt
 		return 0, syscall.EINTR
 	}
 	defer fs.buffers.Put(buf)
-	e := extent{off: off, buf: buf, cred: h.cred}
+	e := extent{off: off, buf: buf, cred: h.cred, open: h.open}
 	e.n = copy(buf[:fs.opts.WSize], data)
 	ino.mu.Lock()
 	ino.pending++
 	ino.mu.Unlock()
 	start := fs.clock.Now()
-	var res nfs3.WriteResult
-	err := fs.callWrite(r, ino, &e, 0, nfs3.FileSync, &res)
+	res, err := fs.callWrite(r, ino, &e, 0, nfs.FileSync)
 	if err == nil {
 		ino.chainWrite(&res.Change)
 	}
-	if err == nil && res.Committed != nfs3.FileSync {
+	if err == nil && res.Committed != nfs.FileSync {
 		// RFC 1813 §3.3.7
 		err = fs.invalidReply(ino, "WRITE stores the data in a less stable way than requested")
 	}

@@ -7,7 +7,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // A server answers NFS3ERR_JUKEBOX when a call for one object would take long, for example while
@@ -30,7 +30,7 @@ func jukeboxDelay(try int) time.Duration {
 	return jukeboxMaxDelay
 }
 
-func isBusy(err error) bool { return hasStatus(err, nfs3.ErrJukebox) }
+func isBusy(err error) bool { return hasStatus(err, nfs.ErrJukebox) }
 
 // retryJukebox reports whether to retry a call that returned err, after a delay. retryJukebox
 // returns false when the error is not NFS3ERR_JUKEBOX, when ctx ends during the delay, or when the

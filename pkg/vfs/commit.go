@@ -7,7 +7,7 @@ import (
 	"slices"
 	"syscall"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 const (
@@ -61,7 +61,7 @@ func (fs *FS) beginSync(ctx context.Context, ino *inode) (dirty bool, err error)
 	w.syncing = true
 	if w.filling != nil && len(w.sending) == 0 && len(w.unstable) == 0 {
 		// One FILE_SYNC WRITE costs less than a WRITE and a COMMIT.
-		fs.seal(ino, nfs3.FileSync)
+		fs.seal(ino, nfs.FileSync)
 	}
 	return true, nil
 }
@@ -80,8 +80,7 @@ func (fs *FS) commit(ctx context.Context, ino *inode, replays int) (replayed boo
 	if len(set) == 0 {
 		return false, nil
 	}
-	var res nfs3.CommitResult
-	err = fs.callCommit(ctx, ino, set, &res)
+	res, err := fs.callCommit(ctx, ino, set)
 	switch {
 	case err != nil && ctx.Err() != nil:
 		return false, syscall.EINTR
@@ -95,9 +94,9 @@ func (fs *FS) commit(ctx context.Context, ino *inode, replays int) (replayed boo
 		fs.discard(ino, set, fs.invalidReply(ino, "the write verifier changes with each reply"))
 		return false, nil
 	}
-	stable := nfs3.Unstable
+	stable := nfs.Unstable
 	if replays >= unstableReplays {
-		stable = nfs3.FileSync
+		stable = nfs.FileSync
 	}
 	return true, fs.replay(ctx, ino, stable)
 }
@@ -105,17 +104,17 @@ func (fs *FS) commit(ctx context.Context, ino *inode, replays int) (replayed boo
 // callCommit sends COMMIT for the whole file with the credential of a writer of set. When the server
 // refuses this writer, for example after a chmod, callCommit goes on with the next one: a COMMIT of
 // any writer makes the data of all writers stable. The result is that of the last call.
-func (fs *FS) callCommit(ctx context.Context, ino *inode, set []*extent, res *nfs3.CommitResult) (err error) {
+func (fs *FS) callCommit(ctx context.Context, ino *inode, set []*extent) (res nfs.CommitResult, err error) {
 	for i, e := range set {
 		tried := func(f *extent) bool { return bytes.Equal(f.cred, e.cred) }
 		if slices.ContainsFunc(set[:i], tried) {
 			continue
 		}
-		if err = fs.commitAs(ctx, e.cred, ino, res); !isRefused(err) {
+		if res, err = fs.commitAs(ctx, e.cred, ino); !isRefused(err) {
 			break
 		}
 	}
-	return err
+	return res, err
 }
 
 // isRefused reports whether the server refused a call because of its credential.
@@ -125,21 +124,21 @@ func isRefused(err error) bool {
 }
 
 // commitAs sends COMMIT with a credential, again while the server is busy.
-func (fs *FS) commitAs(ctx context.Context, cred []byte, ino *inode, res *nfs3.CommitResult) error {
+func (fs *FS) commitAs(ctx context.Context, cred []byte, ino *inode) (nfs.CommitResult, error) {
 	var busy busyMark
 	defer fs.clearBusy(ino, &busy)
 	for try := 0; ; try++ {
 		fs.Counters.Commits.Add(1)
 		start := fs.clock.Now()
 		// Offset 0 and count 0 mean the whole file (RFC 1813 §3.3.21).
-		err := fs.client.Commit(ctx, cred, ino.fh, 0, 0, res)
+		res, err := fs.server.Commit(ctx, cred, ino.fh, 0, 0)
 		if fs.retryBusy(ctx, ino, &err, try, &busy) {
 			continue
 		}
 		if err == nil {
 			fs.updateCommitted(ino, &res.Change, start)
 		}
-		return err
+		return res, err
 	}
 }
 
@@ -177,7 +176,7 @@ func (fs *FS) discard(ino *inode, set []*extent, err error) {
 // replay sends all unstable extents again in the order of their writes. replay also sends the
 // extents that were written after the server restarted, because an older extent that replay sends
 // may overwrite their data. No other WRITE to the file is in flight during a replay.
-func (fs *FS) replay(ctx context.Context, ino *inode, stable nfs3.StableHow) error {
+func (fs *FS) replay(ctx context.Context, ino *inode, stable nfs.Stability) error {
 	fs.Counters.Replays.Add(1)
 	if fs.opts.Locks != nil {
 		fs.opts.Locks.Restarted("write verifier changed")
@@ -189,7 +188,7 @@ func (fs *FS) replay(ctx context.Context, ino *inode, stable nfs3.StableHow) err
 	}
 	for _, e := range set {
 		fs.Counters.ReplayedBytes.Add(uint64(e.n))
-		var wcc nfs3.WccData
+		var wcc nfs.Change
 		committed, start, err := fs.writeExtent(ctx, ino, e, stable, &wcc)
 		switch {
 		case err != nil && ctx.Err() != nil:
@@ -198,7 +197,7 @@ func (fs *FS) replay(ctx context.Context, ino *inode, stable nfs3.StableHow) err
 		case err != nil:
 			fs.discard(ino, []*extent{e}, err)
 			continue
-		case stable == nfs3.FileSync && committed == nfs3.FileSync:
+		case stable == nfs.FileSync && committed == nfs.FileSync:
 			fs.releaseExtents(ino, []*extent{e})
 		}
 		fs.updateWcc(ino, &wcc, start, false)

@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -42,7 +43,7 @@ func TestCommitRefusedToOneWriter(t *testing.T) {
 			var verf atomic.Int32
 			s.on(func(_ context.Context, m *sunrpc.Message, pass func() error) error {
 				err := pass()
-				if err == nil && len(m.Result) > 0 && m.Result[3] == byte(nfs3.OK) {
+				if err == nil && len(m.Result) > 0 && m.Result[3] == byte(nfs.OK) {
 					m.Result[len(m.Result)-1] = byte(verf.Load())
 				}
 				return err

@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -30,27 +31,27 @@ func TestAttributeAge(t *testing.T) {
 	}
 	for _, tt := range []struct {
 		name  string
-		typ   nfs3.FileType
+		typ   nfs.FileType
 		steps []step
 	}{
-		{"file", nfs3.NF3REG, []step{{0, "", 3 * time.Second}, {time.Second, "", 3 * time.Second},
+		{"file", nfs.Regular, []step{{0, "", 3 * time.Second}, {time.Second, "", 3 * time.Second},
 			{2 * time.Second, "", 6 * time.Second}, {6 * time.Second, "", 12 * time.Second},
 			{12 * time.Second, "", 24 * time.Second}, {time.Hour, "", 48 * time.Second},
 			{time.Hour, "", 60 * time.Second}, {time.Hour, "", 60 * time.Second},
 			{time.Second, "other", 3 * time.Second}, {3 * time.Second, "", 6 * time.Second}}},
-		{"directory", nfs3.NF3DIR, []step{{0, "", 30 * time.Second}, {30 * time.Second, "", 60 * time.Second},
+		{"directory", nfs.Directory, []step{{0, "", 30 * time.Second}, {30 * time.Second, "", 60 * time.Second},
 			{time.Second, "own", 60 * time.Second}, {time.Second, "other", 30 * time.Second}}},
-		{"own changes of a file", nfs3.NF3REG, []step{{0, "", 3 * time.Second}, {3 * time.Second, "", 6 * time.Second},
+		{"own changes of a file", nfs.Regular, []step{{0, "", 3 * time.Second}, {3 * time.Second, "", 6 * time.Second},
 			{time.Second, "own", 6 * time.Second}, {time.Second, "other, then own", 3 * time.Second}}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				fs := &FS{opts: DefaultOptions()}
 				ino := &inode{id: 2}
-				a := nfs3.Attr{Type: tt.typ, FileID: 1}
+				a := nfs.Attr{Type: tt.typ, FileID: 1}
 				for i, s := range tt.steps {
 					time.Sleep(s.after)
-					wcc := nfs3.WccData{HasBefore: true, Before: nfs3.WccAttr{Mtime: a.Mtime}, HasAfter: true}
+					wcc := nfs.Change{HasBefore: true, Before: nfs.Stamp{Mtime: a.Mtime}, HasAfter: true}
 					switch s.change {
 					case "own":
 						a.Mtime.Sec++

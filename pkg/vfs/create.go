@@ -5,7 +5,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // createTries bounds the attempts of a create whose name other clients keep creating and removing.
@@ -23,17 +23,17 @@ func (fs *FS) Create(cancel <-chan struct{}, in *fuse.CreateIn, name string, out
 // for a name that exists (GUARDED), and opens the existing file with all checks of an open.
 func (fs *FS) create(r *request, dir *inode, in *fuse.CreateIn, name string, out *fuse.CreateOut) error {
 	for try := 0; ; try++ {
-		ino, own, err := fs.createNew(r, dir, in, name, &out.EntryOut)
-		if err == nil && own {
-			return fs.openNew(r, ino, in.Flags, &out.OpenOut)
+		made, err := fs.createNew(r, dir, in, name, &out.EntryOut)
+		if err == nil && made.own {
+			return fs.openNew(r, made, in.Flags, &out.OpenOut)
 		}
 		if err == nil {
-			return fs.openExisting(r, ino, in.Flags, out)
+			return fs.openExisting(r, made.ino, in.Flags, out)
 		}
-		if in.Flags&syscall.O_EXCL != 0 || !hasStatus(err, nfs3.ErrExist) {
+		if in.Flags&syscall.O_EXCL != 0 || !hasStatus(err, nfs.ErrExist) {
 			return err
 		}
-		ino, err = fs.lookupOnce(r, dir, name, &out.EntryOut)
+		ino, err := fs.lookupOnce(r, dir, name, &out.EntryOut)
 		removed := err == nil && ino == nil || errno(err) == syscall.ENOENT
 		if removed && try < createTries {
 			continue
@@ -48,25 +48,24 @@ func (fs *FS) create(r *request, dir *inode, in *fuse.CreateIn, name string, out
 	}
 }
 
-// createNew creates a file that must not exist. own is true when the returned node certainly is the
-// new file: a handle from a later LOOKUP may belong to a file that replaced the new one.
-func (fs *FS) createNew(r *request, dir *inode, in *fuse.CreateIn, name string,
-	out *fuse.EntryOut) (ino *inode, own bool, err error) {
+// createNew creates a file that must not exist.
+func (fs *FS) createNew(r *request, dir *inode, in *fuse.CreateIn, name string, out *fuse.EntryOut) (created, error) {
 	set := fs.newMode(r, dir, in.Mode, in.Umask)
 	if in.Flags&syscall.O_EXCL != 0 {
 		return fs.createExclusive(r, dir, name, set, out)
 	}
-	return fs.createFile(r, dir, name, &nfs3.CreateHow{Mode: nfs3.Guarded, Attr: set}, out)
+	return fs.createFile(r, dir, name, nfs.CreateHow{Mode: nfs.Guarded, Attr: set}, out)
 }
 
 // openNew opens a file that this call created. Its mode does not restrict this open (open(2)).
-func (fs *FS) openNew(r *request, ino *inode, flags uint32, out *fuse.OpenOut) error {
+func (fs *FS) openNew(r *request, made created, flags uint32, out *fuse.OpenOut) error {
+	ino := made.ino
 	ino.mu.Lock()
 	a, valid := ino.attr, ino.valid
 	ino.mu.Unlock()
 	unchanged := fs.revalidate(ino, &a, valid)
 	fs.inodes.openFile(ino) // the kernel holds the directory's lock, so no removal can run
-	id, err := fs.newFile(r, ino, flags)
+	id, err := fs.newFile(r, ino, flags, made.open)
 	if err != nil {
 		fs.unpin(ino)
 		fs.inodes.forget(ino.id, 1)
@@ -96,47 +95,48 @@ func (fs *FS) openExisting(r *request, ino *inode, flags uint32, out *fuse.Creat
 	return nil
 }
 
-func (fs *FS) createFile(r *request, dir *inode, name string, how *nfs3.CreateHow,
-	out *fuse.EntryOut) (ino *inode, own bool, err error) {
-	return fs.createEntry(r, dir, name, nfs3.NF3REG, out, func(res *nfs3.CreateResult) error {
-		return fs.client.Create(r, r.cred, dir.fh, name, how, res)
+func (fs *FS) createFile(r *request, dir *inode, name string, how nfs.CreateHow,
+	out *fuse.EntryOut) (created, error) {
+	return fs.createEntry(r, dir, name, nfs.Regular, out, func() (nfs.CreateResult, error) {
+		return fs.server.Create(r, r.cred, dir.fh, name, how)
 	})
 }
 
 // createExclusive creates a file that must not exist. The verifier lets the server recognize a
 // retransmitted call. The server may store the verifier in the attributes, so a SETATTR follows
-// (RFC 1813 §3.3.8). own is as in createNew.
-func (fs *FS) createExclusive(r *request, dir *inode, name string, set nfs3.SetAttr,
-	out *fuse.EntryOut) (ino *inode, own bool, err error) {
+// (RFC 1813 §3.3.8).
+func (fs *FS) createExclusive(r *request, dir *inode, name string, set nfs.SetAttr,
+	out *fuse.EntryOut) (created, error) {
 	if fs.hasDefaultACL(r, dir) {
 		// The SETATTR would replace permissions that the file inherited.
-		return fs.createFile(r, dir, name, &nfs3.CreateHow{Mode: nfs3.Guarded, Attr: set}, out)
+		return fs.createFile(r, dir, name, nfs.CreateHow{Mode: nfs.Guarded, Attr: set}, out)
 	}
-	how := nfs3.CreateHow{Mode: nfs3.Exclusive}
+	how := nfs.CreateHow{Mode: nfs.Exclusive}
 	how.Verf = r.derive("verifier")
-	ino, own, err = fs.createFile(r, dir, name, &how, out)
-	if hasStatus(err, nfs3.ErrNotSupp) {
-		how = nfs3.CreateHow{Mode: nfs3.Guarded, Attr: set}
-		return fs.createFile(r, dir, name, &how, out)
+	made, err := fs.createFile(r, dir, name, how, out)
+	if hasStatus(err, nfs.ErrNotSupp) {
+		how = nfs.CreateHow{Mode: nfs.Guarded, Attr: set}
+		return fs.createFile(r, dir, name, how, out)
 	}
 	if err != nil {
-		return nil, false, err
+		return made, err
 	}
-	set.AtimeHow, set.MtimeHow = nfs3.SetToServerTime, nfs3.SetToServerTime
-	var wcc nfs3.WccData
-	var a nfs3.Attr
+	ino := made.ino
+	set.AtimeHow, set.MtimeHow = nfs.SetToServerTime, nfs.SetToServerTime
+	var wcc nfs.Change
+	var a nfs.Attr
 	var cacheable bool
 	if err = fs.checkStale(ino, fs.setAttrs(r, r.cred, ino, &set, &wcc)); err == nil {
 		cacheable, err = fs.attrAfterChange(r, r.cred, ino, &wcc, &a)
 	}
 	if err != nil {
 		fs.inodes.forget(ino.id, 1)
-		return nil, false, err
+		return made, err
 	}
 	fs.fillEntryAttr(ino, &a, cacheable, out)
-	return ino, own, nil
+	return made, nil
 }
 
-func modeOnly(mode uint32) nfs3.SetAttr {
-	return nfs3.SetAttr{HasMode: true, Mode: mode & nfs3.ModeMask}
+func modeOnly(mode uint32) nfs.SetAttr {
+	return nfs.SetAttr{HasMode: true, Mode: mode & nfs.ModeMask}
 }

@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
@@ -29,7 +30,7 @@ func TestWriteErrorReportedOncePerOpenFile(t *testing.T) {
 	must(t, err)
 	b, err := os.OpenFile(m.path("file"), os.O_WRONLY, 0)
 	must(t, err)
-	s.on(status(nfs3.ErrNoSpc), nfs3.ProcWrite)
+	s.on(status(nfs.ErrNoSpc), nfs3.ProcWrite)
 	_, err = a.Write([]byte("data"))
 	must(t, err)
 	if err := a.Sync(); !errors.Is(err, syscall.ENOSPC) {

@@ -9,6 +9,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -21,9 +22,9 @@ func TestReadlinkUsesPoolBuffer(t *testing.T) {
 	var asked atomic.Bool
 	s.on(func(_ context.Context, call *sunrpc.Message, pass func() error) error {
 		asked.Store(true)
-		if m.fs.buffers.Out() != 1 || len(call.ResultData) != nfs3.MaxPath {
+		if m.fs.buffers.Out() != 1 || len(call.ResultData) != nfs.MaxPath {
 			t.Errorf("READLINK: got %d bytes for the path and %d buffers in use, want %d and 1", len(call.ResultData),
-				m.fs.buffers.Out(), nfs3.MaxPath)
+				m.fs.buffers.Out(), nfs.MaxPath)
 		}
 		return pass()
 	}, nfs3.ProcReadLink)

@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -49,12 +50,12 @@ func TestReadDirCookieLoopsFail(t *testing.T) {
 		}},
 		{"BAD_COOKIE for every cookie", func(ctx context.Context, m *sunrpc.Message, pass func() error) error {
 			if dirCookie(m) != 0 {
-				return status(nfs3.ErrBadCookie)(ctx, m, pass)
+				return status(nfs.ErrBadCookie)(ctx, m, pass)
 			}
 			setDirResult(m, false, scriptedEntry{"a", 1})
 			return nil
 		}},
-		{"BAD_COOKIE at the start", status(nfs3.ErrBadCookie)},
+		{"BAD_COOKIE at the start", status(nfs.ErrBadCookie)},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			m, s := e.mountScripted(t, mountConfig{})
@@ -110,7 +111,7 @@ func TestReadDirRestartsAfterBadCookie(t *testing.T) {
 	forgets := map[int]bool{6: true, 9: true, 40: true}
 	s.on(func(ctx context.Context, msg *sunrpc.Message, pass func() error) error {
 		if calls++; dirCookie(msg) != 0 && forgets[calls] {
-			return status(nfs3.ErrBadCookie)(ctx, msg, pass)
+			return status(nfs.ErrBadCookie)(ctx, msg, pass)
 		}
 		return pass()
 	}, dirProcs...)
@@ -126,7 +127,7 @@ func TestReadDirWithoutReadDirPlus(t *testing.T) {
 	e := startExport(t)
 	want := createNames(t, filepath.Join(e.dir, "d"), 300)
 	for name, a := range map[string]answer{
-		"NFS3ERR_NOTSUPP": status(nfs3.ErrNotSupp),
+		"NFS3ERR_NOTSUPP": status(nfs.ErrNotSupp),
 		"PROC_UNAVAIL": func(context.Context, *sunrpc.Message, func() error) error {
 			return &sunrpc.AcceptError{Stat: sunrpc.ProcUnavail}
 		},
@@ -186,7 +187,7 @@ func TestReadDirFindsPositionByName(t *testing.T) {
 						for _, d := range m.fs.handles.dirs { // this call holds the mutex of the only one
 							d.returned.partial = partial
 						}
-						return status(nfs3.ErrBadCookie)(ctx, msg, pass)
+						return status(nfs.ErrBadCookie)(ctx, msg, pass)
 					default:
 						at := 0
 						for cookie != 0 && tt.after[at].cookie != cookie {

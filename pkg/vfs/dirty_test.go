@@ -15,6 +15,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -49,21 +50,21 @@ func (s *memServer) Call(ctx context.Context, m *sunrpc.Message) error {
 		return ctx.Err()
 	}
 	if p := nfs3.Proc(m.Proc); p != 0 && p == s.busy && bytes.Contains(m.Args, []byte("busy")) {
-		return status(nfs3.ErrJukebox)(ctx, m, nil)
+		return status(nfs.ErrJukebox)(ctx, m, nil)
 	}
 	if nfs3.Proc(m.Proc) == nfs3.ProcRead {
 		setReadResult(m, make([]byte, 4), 1, true)
 		return nil
 	}
 	if s.space > 0 && s.stable+s.unstable+len(m.ArgData) > s.space {
-		m.Result = append(sunrpc.AppendUint32(m.Result[:0], uint32(nfs3.ErrNoSpc)), make([]byte, 8)...)
+		m.Result = append(sunrpc.AppendUint32(m.Result[:0], uint32(nfs.ErrNoSpc)), make([]byte, 8)...)
 		return nil
 	}
-	m.Result = append(sunrpc.AppendUint32(m.Result[:0], uint32(nfs3.OK)), make([]byte, 8)...) // no attributes
+	m.Result = append(sunrpc.AppendUint32(m.Result[:0], uint32(nfs.OK)), make([]byte, 8)...) // no attributes
 	switch nfs3.Proc(m.Proc) {
 	case nfs3.ProcWrite:
 		how := binary.BigEndian.Uint32(m.Args[len(m.Args)-8:])
-		if nfs3.StableHow(how) == nfs3.Unstable {
+		if nfs.Stability(how) == nfs.Unstable {
 			s.unstable += len(m.ArgData)
 		} else {
 			s.stable += len(m.ArgData)
@@ -86,7 +87,7 @@ func (s *memServer) stableBytes() int {
 func bareFS(s *memServer, pool *membuf.Pool, opts Options) *FS {
 	_ = opts.setDefaults()
 	opts.WSize = pool.Size()
-	fs := &FS{client: nfs3.NewClient(s, nfs3.Options{}), opts: opts, buffers: pool,
+	fs := &FS{server: nfs3.NewServer(nfs3.NewClient(s, nfs3.Options{})), opts: opts, buffers: pool,
 		writeSlots: make(chan struct{}, opts.MaxWrites), aborted: make(chan struct{}),
 		closed: make(chan struct{})}
 	fs.dirty.inodes = make(map[*inode]*dirtyFile)

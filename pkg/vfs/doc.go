@@ -3,7 +3,7 @@
 // The package translates the requests of the kernel's FUSE client to NFSv3 procedures (RFC 1813).
 // The package keeps the state of an NFS client: the file handle of each node, cached attributes
 // with their age, and written data that is not yet stable on the server. The package does not
-// depend on a transport: an nfs3.Client makes its calls.
+// depend on a version of NFS or on a transport: an nfs.Server makes its calls.
 //
 // # Files
 //

@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // A Loss is data that a program wrote and that is not known to be on stable storage.
@@ -60,7 +60,7 @@ func (fs *FS) flushMapped(ctx context.Context, stall time.Duration) (complete bo
 		// A process that is killed during a notification cannot exit before the kernel has locked
 		// the pages. Send none to a server that does not answer.
 		h := files[i]
-		var a nfs3.Attr
+		var a nfs.Attr
 		if fs.getAttr(ctx, h.cred, h.ino, &a) == nil {
 			_ = d.InvalInode(h.ino.id, 0, 0)
 			fs.progress.Add(1)

@@ -9,6 +9,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
@@ -20,14 +21,14 @@ func TestRejectedDataLeavesCache(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		proc nfs3.Proc
-		st   nfs3.Status
+		st   nfs.Status
 		want syscall.Errno
 		off  int64
 	}{
-		{"EDQUOT inside", nfs3.ProcWrite, nfs3.ErrDQuot, syscall.EDQUOT, 4096},
-		{"ENOSPC at the end", nfs3.ProcWrite, nfs3.ErrNoSpc, syscall.ENOSPC, 100_000},
-		{"EIO beyond the end", nfs3.ProcWrite, nfs3.ErrIO, syscall.EIO, 1 << 20},
-		{"EIO of COMMIT", nfs3.ProcCommit, nfs3.ErrIO, syscall.EIO, 4096},
+		{"EDQUOT inside", nfs3.ProcWrite, nfs.ErrDQuot, syscall.EDQUOT, 4096},
+		{"ENOSPC at the end", nfs3.ProcWrite, nfs.ErrNoSpc, syscall.ENOSPC, 100_000},
+		{"EIO beyond the end", nfs3.ProcWrite, nfs.ErrIO, syscall.EIO, 1 << 20},
+		{"EIO of COMMIT", nfs3.ProcCommit, nfs.ErrIO, syscall.EIO, 4096},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			m, s := e.mountScripted(t, mountConfig{opts: Options{WSize: 16 << 10}})
@@ -81,7 +82,7 @@ func TestAppendAfterRejectedWrite(t *testing.T) {
 	appending, err := os.OpenFile(m.path("file"), os.O_WRONLY|os.O_APPEND, 0)
 	must(t, err)
 	defer appending.Close()
-	s.on(times(1, status(nfs3.ErrNoSpc)), nfs3.ProcWrite)
+	s.on(times(1, status(nfs.ErrNoSpc)), nfs3.ProcWrite)
 	_, err = f.WriteAt([]byte("rejected"), 1<<20)
 	must(t, err)
 	_, err = f.WriteAt([]byte("S"), 0) // does not continue the data above, which is sent now
@@ -106,7 +107,7 @@ func TestRejectedWritesDuringReads(t *testing.T) {
 	e := startOwnExport(t)
 	must(t, os.WriteFile(filepath.Join(e.dir, "file"), make([]byte, 1<<20), 0o666))
 	m, s := e.mountScripted(t, mountConfig{buffers: 2, bufSize: 64 << 10, opts: Options{WSize: 16 << 10}})
-	s.on(status(nfs3.ErrNoSpc), nfs3.ProcWrite)
+	s.on(status(nfs.ErrNoSpc), nfs3.ProcWrite)
 	var wg sync.WaitGroup
 	for i := range 4 {
 		wg.Go(func() {

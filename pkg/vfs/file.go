@@ -6,7 +6,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // A fileHandle is one open file. READs and WRITEs of a fileHandle use the credential of the user
@@ -15,7 +15,8 @@ type fileHandle struct {
 	id       uint64
 	ino      *inode
 	cred     []byte
-	flags    uint32   // of open(2)
+	flags    uint32 // of open(2)
+	open     nfs.OpenState
 	state    *State   // nil if the mount is not kept
 	kept     keptSlot // owned by the goroutine that opens or releases the file
 	writable bool
@@ -34,8 +35,9 @@ type fileHandle struct {
 
 // newFile returns the number of a new open file. It returns ENFILE if a kept mount has too many, and
 // EMFILE if the user has too many of them.
-func (fs *FS) newFile(r *request, ino *inode, flags uint32) (uint64, error) {
+func (fs *FS) newFile(r *request, ino *inode, flags uint32, open nfs.OpenState) (uint64, error) {
 	h := fs.makeFile(ino, r.cred, flags)
+	h.open = open
 	h.id = fs.nextHandle()
 	r.keepHandle(h.id)
 	if err := fs.inodes.keep(ino); err != nil {
@@ -123,7 +125,7 @@ func (fs *FS) open(r *request, ino *inode, flags uint32, out *fuse.OpenOut) erro
 	if err != nil {
 		fs.unpin(ino)
 	}
-	if removed || hasStatus(err, nfs3.ErrStale) {
+	if removed || hasStatus(err, nfs.ErrStale) {
 		fs.reopens.expect(r.pid)
 	}
 	return err
@@ -132,7 +134,7 @@ func (fs *FS) open(r *request, ino *inode, flags uint32, out *fuse.OpenOut) erro
 // checkExists asks the server whether a file still has a name. checkExists returns ESTALE when the
 // file has none.
 func (fs *FS) checkExists(r *request, ino *inode) error {
-	var a nfs3.Attr
+	var a nfs.Attr
 	if _, err := fs.fetch(r, r.cred, ino, &a); err != nil {
 		return err
 	}
@@ -148,26 +150,26 @@ func (fs *FS) openPinned(r *request, ino *inode, flags uint32, out *fuse.OpenOut
 	}
 	want := wantedAccess(flags)
 	if fs.readsPages(flags) {
-		want |= nfs3.AccessRead
+		want |= nfs.AccessRead
 	}
-	a, cacheable, err := fs.checkOpen(r, ino, want)
+	o, err := fs.checkOpen(r, ino, want)
 	if err == syscall.EACCES && fs.readsPages(flags) {
 		flags |= syscall.O_DIRECT
-		a, cacheable, err = fs.checkOpen(r, ino, wantedAccess(flags))
+		o, err = fs.checkOpen(r, ino, wantedAccess(flags))
 	}
 	switch {
 	case err != nil:
 	case flags&syscall.O_TRUNC != 0:
-		cacheable, err = fs.truncate(r, ino, &a)
-	case !cacheable:
-		cacheable, err = fs.fetch(r, r.cred, ino, &a)
+		o.cacheable, err = fs.truncate(r, ino, &o.attr)
+	case !o.cacheable:
+		o.cacheable, err = fs.fetch(r, r.cred, ino, &o.attr)
 	}
 	if err != nil {
 		return err
 	}
-	unchanged := fs.revalidate(ino, &a, cacheable)
+	unchanged := fs.revalidate(ino, &o.attr, o.cacheable)
 	ino.mu.Lock()
-	outdated := ino.sent != stampOf(&a)
+	outdated := ino.sent != o.attr.Stamp()
 	if outdated {
 		ino.unsent = ino.valid
 	}
@@ -176,33 +178,41 @@ func (fs *FS) openPinned(r *request, ino *inode, flags uint32, out *fuse.OpenOut
 		fs.dropAttr(ino)
 	}
 	out.OpenFlags = fs.openFlags(flags, unchanged)
-	out.Fh, err = fs.newFile(r, ino, flags)
+	out.Fh, err = fs.newFile(r, ino, flags, o.state)
 	return err
 }
 
-// checkOpen checks that the user has the rights want. If cacheable is true, it also returns the
-// attributes of the file. ACCESS returns both. The kernel alone would check only mode bits, and all
-// users share the pages of the file.
-func (fs *FS) checkOpen(r *request, ino *inode, want uint32) (a nfs3.Attr, cacheable bool, err error) {
+// An opening is the reply of the server to an open. attr is valid if cacheable is set.
+type opening struct {
+	attr      nfs.Attr
+	cacheable bool
+	state     nfs.OpenState
+}
+
+// checkOpen opens a file at the server, which checks that the user has the rights want. The kernel
+// alone would check only mode bits, and all users share the pages of the file.
+func (fs *FS) checkOpen(r *request, ino *inode, want uint32) (o opening, err error) {
 	ask := want
 	if fs.opts.NoCTO {
 		if a, ok := fs.openCached(ino, r.cred, want); ok {
-			return a, true, nil
+			return opening{attr: a, cacheable: true}, nil
 		}
 		ask = openRights
 	}
-	var res nfs3.AccessResult
 	start := fs.clock.Now()
-	if err := fs.askAccess(r, r.cred, ino, ask, &res); err != nil {
-		return a, false, err
+	res, err := fs.askRights(r, ino, func() (nfs.OpenResult, error) {
+		return fs.server.Open(r, r.cred, ino.fh, ask)
+	})
+	if err != nil {
+		return o, err
 	}
 	if fs.opts.NoCTO && res.Attr.Present {
 		fs.keepOpener(ino, r.cred, res.Access, &res.Attr.Attr, start)
 	}
 	if res.Access&want != want {
-		return a, false, syscall.EACCES
+		return o, syscall.EACCES
 	}
-	return res.Attr.Attr, res.Attr.Present, nil
+	return opening{res.Attr.Attr, res.Attr.Present, res.State}, nil
 }
 
 // wantedAccess returns the ACCESS rights that an open needs. An execution needs no right to read,
@@ -213,27 +223,27 @@ func wantedAccess(flags uint32) (want uint32) {
 	switch {
 	case mode == syscall.O_WRONLY:
 	case flags&fuse.FMODE_EXEC != 0:
-		want |= nfs3.AccessExecute
+		want |= nfs.AccessExecute
 	default:
-		want |= nfs3.AccessRead
+		want |= nfs.AccessRead
 	}
 	switch {
 	case flags&syscall.O_TRUNC != 0, mode != syscall.O_RDONLY && flags&syscall.O_APPEND == 0:
-		want |= nfs3.AccessModify
+		want |= nfs.AccessModify
 	case mode != syscall.O_RDONLY:
-		want |= nfs3.AccessExtend
+		want |= nfs.AccessExtend
 	}
 	return want
 }
 
 // truncate sets the size of a file to 0 for open(2) and sets a to the new attributes. cacheable is
 // as in fetch.
-func (fs *FS) truncate(r *request, ino *inode, a *nfs3.Attr) (cacheable bool, err error) {
+func (fs *FS) truncate(r *request, ino *inode, a *nfs.Attr) (cacheable bool, err error) {
 	if err := fs.sync(r, ino); err != nil { // a replay would undo the truncation
 		return false, err
 	}
-	set := nfs3.SetAttr{HasSize: true}
-	var wcc nfs3.WccData
+	set := nfs.SetAttr{HasSize: true}
+	var wcc nfs.Change
 	if err := fs.setAttrs(r, r.cred, ino, &set, &wcc); err != nil {
 		return false, fs.checkStale(ino, err)
 	}
@@ -339,6 +349,9 @@ func (fs *FS) finishRelease(h *fileHandle) {
 // closeFile ends an open file. The record of the node must be freed last: OpenState refuses a State
 // with an open file of an unknown node.
 func (fs *FS) closeFile(h *fileHandle) {
+	if h.open != (nfs.OpenState{}) {
+		fs.spawn(func() { _ = fs.server.Close(background{fs}, h.cred, h.ino.fh, h.open) })
+	}
 	fs.state.freeFile(h)
 	fs.unpin(h.ino)
 }

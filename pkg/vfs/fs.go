@@ -14,7 +14,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
@@ -156,7 +156,7 @@ type FS struct {
 	// Counters is safe to read at any time.
 	Counters Counters
 
-	client     *nfs3.Client
+	server     nfs.Server
 	acl        *nfsacl.Client // nil: no ACLs, or the server does not support NFSACL
 	opts       Options
 	state      *State // nil if the mount is not kept
@@ -209,11 +209,11 @@ type FS struct {
 
 // New returns an FS for the export whose root directory is root. New gets the root's attributes and
 // the server's limits as uid 0. New returns an error when either call fails.
-func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (*FS, error) {
+func New(ctx context.Context, server nfs.Server, root nfs.Handle, opts Options) (*FS, error) {
 	if err := opts.setDefaults(); err != nil {
 		return nil, err
 	}
-	fs := &FS{RawFileSystem: fuse.NewDefaultRawFileSystem(), client: client, opts: opts, state: opts.State,
+	fs := &FS{RawFileSystem: fuse.NewDefaultRawFileSystem(), server: server, opts: opts, state: opts.State,
 		buffers: opts.Buffers, writeSlots: make(chan struct{}, opts.MaxWrites), aborted: make(chan struct{}),
 		closed: make(chan struct{})}
 	fs.creds = newCredentials(&fs.Counters, opts.Warn)
@@ -231,15 +231,15 @@ func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (
 	fs.inodes.shrink = func() { fs.spawn(fs.shrinkTables) }
 
 	cred := fs.creds.encode(0, 0, nil)
-	var a nfs3.Attr
+	var a nfs.Attr
 	if _, err := fs.fetch(ctx, cred, rootInode, &a); err != nil {
 		return nil, fmt.Errorf("vfs: get attributes of export root: %w", err)
 	}
-	if a.Type != nfs3.NF3DIR {
+	if a.Type != nfs.Directory {
 		return nil, fmt.Errorf("vfs: export root is a %s, not a directory", a.Type)
 	}
-	var info nfs3.FSInfoResult
-	if err := client.FSInfo(ctx, cred, root, &info); err != nil {
+	info, err := server.FSInfo(ctx, cred, root)
+	if err != nil {
 		return nil, fmt.Errorf("vfs: get server limits (FSINFO): %w", err)
 	}
 	if err := fs.probeACL(ctx, cred, opts.ACL); err != nil {
@@ -311,7 +311,6 @@ func (o *Options) setDefaults() error {
 	if o.DirCount == 0 {
 		o.DirCount = DefaultDirCount
 	}
-	o.DirCount = min(o.DirCount, nfs3.MaxDirCount)
 	if o.MaxWrites <= 0 {
 		o.MaxWrites = DefaultMaxWrites
 	}

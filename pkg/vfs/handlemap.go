@@ -3,7 +3,7 @@ package vfs
 import (
 	"hash/maphash"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // A handleMap finds nodes by file handle. Its keys are hashes: a map with handles as keys would need
@@ -15,7 +15,7 @@ type handleMap struct {
 
 var handleSeed = maphash.MakeSeed()
 
-func (m *handleMap) hash(fh *nfs3.FH) uint64 {
+func (m *handleMap) hash(fh *nfs.Handle) uint64 {
 	h := maphash.Comparable(handleSeed, *fh)
 	if m.limit > 0 {
 		h %= m.limit
@@ -24,7 +24,7 @@ func (m *handleMap) hash(fh *nfs3.FH) uint64 {
 }
 
 // get returns the node with the handle, or nil.
-func (m *handleMap) get(fh nfs3.FH) *inode {
+func (m *handleMap) get(fh nfs.Handle) *inode {
 	for ino := m.nodes[m.hash(&fh)]; ino != nil; ino = ino.sameHash {
 		if ino.fh == fh {
 			return ino

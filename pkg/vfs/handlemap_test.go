@@ -4,15 +4,15 @@ import (
 	"math/rand/v2"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // TestHandleMap compares a handleMap, in which many handles have the same hash, with a map of
 // handles.
 func TestHandleMap(t *testing.T) {
-	m, want := handleMap{limit: 3}, make(map[nfs3.FH]*inode)
+	m, want := handleMap{limit: 3}, make(map[nfs.Handle]*inode)
 	for i := range 20000 {
-		fh, err := nfs3.NewFH([]byte{byte(rand.IntN(12))})
+		fh, err := nfs.NewHandle([]byte{byte(rand.IntN(12))})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -12,6 +12,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -23,10 +24,10 @@ func changingVerifier() answer {
 		if err := pass(); err != nil {
 			return err
 		}
-		if len(m.Result) > verfFromEnd && binary.BigEndian.Uint32(m.Result) == uint32(nfs3.OK) {
+		if len(m.Result) > verfFromEnd && binary.BigEndian.Uint32(m.Result) == uint32(nfs.OK) {
 			binary.BigEndian.PutUint64(m.Result[len(m.Result)-verfFromEnd:], n.Add(1))
 			if nfs3.Proc(m.Proc) == nfs3.ProcWrite {
-				binary.BigEndian.PutUint32(m.Result[len(m.Result)-commFromEnd:], uint32(nfs3.Unstable))
+				binary.BigEndian.PutUint32(m.Result[len(m.Result)-commFromEnd:], uint32(nfs.Unstable))
 			}
 		}
 		return nil
@@ -132,7 +133,7 @@ func TestInvalidLookupReply(t *testing.T) {
 		}
 		at := 8 + int(binary.BigEndian.Uint32(m.Result[4:])+3)&^3 // after status and handle
 		rest := bytes.Clone(m.Result[at:])
-		b := sunrpc.AppendUint32(m.Result[:0], uint32(nfs3.OK))
+		b := sunrpc.AppendUint32(m.Result[:0], uint32(nfs.OK))
 		m.Result = append(sunrpc.AppendOpaque(b, e.root.Bytes()), rest...)
 		return nil
 	}, nfs3.ProcLookup)

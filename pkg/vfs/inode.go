@@ -8,14 +8,14 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 )
 
 // An inode is an object of the server that the kernel knows or that is open.
 type inode struct {
 	id uint64
-	fh nfs3.FH
+	fh nfs.Handle
 
 	// The fields up to hiddenRemovals are guarded by inodeTable.mu.
 	hadHidden bool // the directory had a hidden name at some time
@@ -40,11 +40,11 @@ type inode struct {
 	unsent bool
 	// pageStamp is known, and no other client is known to have changed the file
 	pageStampValid bool
-	buffered       bool      // was opened for I/O through the kernel's pages
-	pageDrops      int32     // notifications in progress that make the kernel drop the pages
-	pending        int32     // extents that the server does not have yet
-	attr           nfs3.Attr // latest attributes
-	size           uint64    // attr.Size, or the end of data written since, whichever is larger
+	buffered       bool     // was opened for I/O through the kernel's pages
+	pageDrops      int32    // notifications in progress that make the kernel drop the pages
+	pending        int32    // extents that the server does not have yet
+	attr           nfs.Attr // latest attributes
+	size           uint64   // attr.Size, or the end of data written since, whichever is larger
 	// how long attr may be cached; doubles while the attributes stay the same
 	ttl      time.Duration
 	ttlSetAt attr.Instant // time of the last change of ttl
@@ -52,8 +52,8 @@ type inode struct {
 	changeClock  uint64
 	receivedAt   attr.Instant     // time when attr was received
 	requestClock uint64           // FS.clock when the call that returned attr was sent
-	sent         stamp            // of the attributes in the last reply to the kernel
-	pageStamp    stamp            // state of the file in the kernel's cached pages
+	sent         nfs.Stamp        // of the attributes in the last reply to the kernel
+	pageStamp    nfs.Stamp        // state of the file in the kernel's cached pages
 	silly        *sillyName       // current name of a removed file that is still open
 	lookups      lookupState      // of a directory
 	openers      map[*byte]opener // of a file, with Options.NoCTO; as lookupState.searchers
@@ -80,15 +80,7 @@ func (ino *inode) wb() *writeback {
 	return ino.data.Load()
 }
 
-// A stamp identifies one state of a file's content.
-type stamp struct {
-	size         uint64
-	mtime, ctime nfs3.Time3
-}
-
-func stampOf(a *nfs3.Attr) stamp         { return stamp{a.Size, a.Mtime, a.Ctime} }
-func stampOfWcc(a *nfs3.WccAttr) stamp   { return stamp{a.Size, a.Mtime, a.Ctime} }
-func (ino *inode) isDir() bool           { return ino.attr.Type == nfs3.NF3DIR }
+func (ino *inode) isDir() bool           { return ino.attr.Type == nfs.Directory }
 func (ino *inode) sillyName() *sillyName { ino.mu.Lock(); defer ino.mu.Unlock(); return ino.silly }
 
 // An inodeTable finds inodes by node number and by file handle. A number is never reused, so that
@@ -131,7 +123,7 @@ func (t *inodeTable) get(id uint64) *inode {
 }
 
 // find returns the inode with the handle fh, or nil.
-func (t *inodeTable) find(fh nfs3.FH) *inode {
+func (t *inodeTable) find(fh nfs.Handle) *inode {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.byFH.get(fh)
@@ -140,7 +132,7 @@ func (t *inodeTable) find(fh nfs3.FH) *inode {
 // ref returns the inode with the handle fh and adds one lookup reference. ref creates the inode if
 // necessary. attr holds the server's attributes, or is nil. When attr shows that the server reused
 // the handle for another object, ref creates a new inode.
-func (t *inodeTable) ref(fh nfs3.FH, attr *nfs3.Attr) *inode {
+func (t *inodeTable) ref(fh nfs.Handle, attr *nfs.Attr) *inode {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	ino := t.byFH.get(fh)
@@ -179,7 +171,7 @@ func (t *inodeTable) keep(ino *inode) error {
 	return nil
 }
 
-func (ino *inode) isOtherObject(attr *nfs3.Attr) bool {
+func (ino *inode) isOtherObject(attr *nfs.Attr) bool {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
 	return ino.isOtherObjectLocked(attr)
@@ -188,7 +180,7 @@ func (ino *inode) isOtherObject(attr *nfs3.Attr) bool {
 // isOtherObjectLocked reports whether attributes for the node's handle describe another object. A
 // mount on the server can change the file ID of an export's root, but the root stays a directory.
 // The caller holds mu.
-func (ino *inode) isOtherObjectLocked(attr *nfs3.Attr) bool {
+func (ino *inode) isOtherObjectLocked(attr *nfs.Attr) bool {
 	return ino.known && (ino.attr.Type != attr.Type || ino.attr.FileID != attr.FileID && ino.id != fuse.FUSE_ROOT_ID)
 }
 

@@ -15,6 +15,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -23,11 +24,11 @@ import (
 // name begins with prefix, until over is closed.
 func (m *testMount) busyFiles(t *testing.T, prefix string, n int, over <-chan struct{}) answer {
 	t.Helper()
-	handles := make(map[nfs3.FH]bool)
+	handles := make(map[nfs.Handle]bool)
 	for i := range n {
 		handles[m.inodeOf(t, fmt.Sprint(prefix, i)).fh] = true
 	}
-	busy := status(nfs3.ErrJukebox)
+	busy := status(nfs.ErrJukebox)
 	return func(ctx context.Context, msg *sunrpc.Message, pass func() error) error {
 		select {
 		case <-over:
@@ -93,7 +94,7 @@ func (c *busyCase) run(t *testing.T) {
 	}
 	open := func(name string, id int) *fileHandle {
 		h := openFile(uint64(id))
-		h.ino.fh, _ = nfs3.NewFH([]byte(name))
+		h.ino.fh, _ = nfs.NewHandle([]byte(name))
 		fs.handles.files[h.ino.id] = h
 		return h
 	}
@@ -173,7 +174,7 @@ func TestBusyTimeoutEndsCalls(t *testing.T) {
 	} {
 		f, err := os.OpenFile(m.path("file"), os.O_RDWR, 0)
 		must(t, err)
-		s.on(status(nfs3.ErrJukebox), c.proc)
+		s.on(status(nfs.ErrJukebox), c.proc)
 		if err := c.call(f); !errors.Is(err, syscall.ETIMEDOUT) {
 			t.Errorf("%v: got %v, want ETIMEDOUT", c.proc, err)
 		}

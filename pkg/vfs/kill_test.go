@@ -18,6 +18,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -80,7 +81,7 @@ func (x *keptMount) start(state *State, pool *membuf.Pool) (err error) {
 	opts := DefaultOptions()
 	opts.State, opts.Buffers, opts.DirtyExpire = state, pool, 0
 	x.state, x.pool = state, pool
-	x.fs, err = New(x.t.Context(), nfs3.NewClient(x, nfs3.Options{}), x.e.root, opts)
+	x.fs, err = New(x.t.Context(), nfs3.NewServer(nfs3.NewClient(x, nfs3.Options{})), x.e.root, opts)
 	return err
 }
 
@@ -177,14 +178,14 @@ func (x *keptMount) Call(ctx context.Context, m *sunrpc.Message) error {
 		return errKilled
 	}
 	if x.refuse != nil && x.refuse(m) {
-		must(x.t, status(nfs3.ErrAcces)(ctx, m, nil))
+		must(x.t, status(nfs.ErrAcces)(ctx, m, nil))
 	} else if repeated && reply != nil && x.mode.cache {
 		m.Result = append(m.Result[:0], reply...)
 	} else if err := x.conn.Call(struct{ context.Context }{ctx}, m); err != nil { // not a CallKeeper
 		return err
 	}
 	x.mu.Lock()
-	if isKept(m) {
+	if m.Once {
 		x.cached[id.XID] = bytes.Clone(m.Result)
 	}
 	x.mu.Unlock()

@@ -8,7 +8,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/rangelock"
 )
@@ -132,7 +132,7 @@ func (fs *FS) lock(ctx context.Context, r *request, h *fileHandle, l *nlm.Lock, 
 	h.ino.mu.Lock()
 	h.ino.pageStampValid = false
 	h.ino.mu.Unlock()
-	var a nfs3.Attr
+	var a nfs.Attr
 	cacheable, err := fs.fetch(r, h.cred, h.ino, &a)
 	if err != nil {
 		fs.dropCache(h.ino) // return no error: the lock is set, and only its owner can release it
@@ -282,7 +282,7 @@ func (fs *FS) lostLock(h *fileHandle) error {
 
 // IsOpen reports whether a file has an open file with this number, which may be about to end. It is
 // for nlm.Client.ReleaseStale.
-func (fs *FS) IsOpen(fh nfs3.FH, open uint64) bool {
+func (fs *FS) IsOpen(fh nfs.Handle, open uint64) bool {
 	fs.handles.Lock()
 	defer fs.handles.Unlock()
 	if h := fs.handles.files[open]; h != nil {
@@ -298,7 +298,7 @@ func (fs *FS) IsOpen(fh nfs3.FH, open uint64) bool {
 
 // LockLost makes the kernel discard the cached pages of a file, so that reads through the owners of
 // a lost lock fail. It is for nlm.Config.Lost.
-func (fs *FS) LockLost(fh nfs3.FH) {
+func (fs *FS) LockLost(fh nfs.Handle) {
 	if ino := fs.inodes.find(fh); ino != nil {
 		fs.dropCache(ino)
 	}

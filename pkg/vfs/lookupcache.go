@@ -7,7 +7,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 )
 
@@ -258,7 +258,7 @@ func (fs *FS) nameValid(dir *inode, e *nameEntry, cred []byte, at attr.Instant) 
 }
 
 // cachedAttr returns attributes that the kernel may cache for the time left.
-func (fs *FS) cachedAttr(ino *inode) (a nfs3.Attr, left time.Duration, ok bool) {
+func (fs *FS) cachedAttr(ino *inode) (a nfs.Attr, left time.Duration, ok bool) {
 	a, left, unsent, ok := fs.takeCached(ino)
 	if unsent {
 		fs.renewed(ino)
@@ -267,7 +267,7 @@ func (fs *FS) cachedAttr(ino *inode) (a nfs3.Attr, left time.Duration, ok bool) 
 }
 
 // takeCached is cachedAttr. unsent is true when the kernel did not have the attributes yet.
-func (fs *FS) takeCached(ino *inode) (a nfs3.Attr, left time.Duration, unsent, ok bool) {
+func (fs *FS) takeCached(ino *inode) (a nfs.Attr, left time.Duration, unsent, ok bool) {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
 	changed := fs.clock.BlindRename.At()

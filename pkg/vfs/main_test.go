@@ -14,6 +14,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/server/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
@@ -37,7 +38,7 @@ const testTimeout = kit.Timeout
 // An export is a directory that a server exports.
 type export struct {
 	dir      string // on the server
-	root     nfs3.FH
+	root     nfs.Handle
 	dial     func(context.Context) (transport, error)
 	tcpPort  int // of this project's server: MOUNT and NLM
 	rdmaAddr string
@@ -174,7 +175,7 @@ func (e *export) mount(t testing.TB, cfg mountConfig) *testMount {
 	if !cfg.noACL {
 		cfg.opts.ACL = nfsacl.NewClient(caller, nil)
 	}
-	fs, err := New(t.Context(), nfs3.NewClient(caller, nfs3.Options{}), e.root, cfg.opts)
+	fs, err := New(t.Context(), nfs3.NewServer(nfs3.NewClient(caller, nfs3.Options{})), e.root, cfg.opts)
 	if err != nil {
 		conn.Close()
 		t.Fatal(err)

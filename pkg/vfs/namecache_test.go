@@ -7,7 +7,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
@@ -20,7 +20,7 @@ func TestWaitingExpiryBoundsNames(t *testing.T) {
 	fs.inodes.init(dir, nil)
 	fs.inodes.names.Store(maxCachedNames - left)
 	fs.expiry.running = true // a notification waits
-	a := nfs3.Attr{Type: nfs3.NF3DIR}
+	a := nfs.Attr{Type: nfs.Directory}
 	for range 4 {
 		a.Mtime.Sec++
 		fs.updateAttr(dir, &a, fs.clock.Now()) // another client's change expires the names
@@ -49,7 +49,7 @@ func TestKeptNameIsOrderedWithChanges(t *testing.T) {
 	fs := &FS{opts: DefaultOptions()}
 	dir := &inode{id: 2}
 	fs.inodes.init(dir, nil)
-	fs.updateAttr(dir, &nfs3.Attr{Type: nfs3.NF3DIR}, fs.clock.Now())
+	fs.updateAttr(dir, &nfs.Attr{Type: nfs.Directory}, fs.clock.Now())
 	fs.lookups.mu.Lock()
 	kept := make(chan struct{})
 	go func() {

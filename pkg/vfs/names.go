@@ -7,7 +7,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // Lookup finds a name in a directory.
@@ -67,9 +67,9 @@ func (fs *FS) lookupOnce(r *request, dir *inode, name string, out *fuse.EntryOut
 		return ino, err
 	}
 	for try := 0; ; try++ {
-		var res nfs3.LookupResult
+		var res nfs.LookupResult
 		start, err := fs.lookupRPC(r, dir, name, &res)
-		if hasStatus(err, nfs3.ErrNoEnt) {
+		if hasStatus(err, nfs.ErrNoEnt) {
 			fs.keepLookup(dir, name, 0, start)
 			ino, err := fs.missing(dir, out)
 			fs.cacheName(dir, name, start, out)
@@ -96,10 +96,10 @@ func (fs *FS) lookupOnce(r *request, dir *inode, name string, out *fuse.EntryOut
 const staleTries = 16
 
 // lookupRPC sends a LOOKUP at start and stores the directory attributes of the reply.
-func (fs *FS) lookupRPC(r *request, dir *inode, name string, res *nfs3.LookupResult) (start uint64, err error) {
+func (fs *FS) lookupRPC(r *request, dir *inode, name string, res *nfs.LookupResult) (start uint64, err error) {
 	for try := 0; ; try++ {
 		start = fs.clock.Now()
-		err = fs.client.Lookup(r, r.cred, dir.fh, name, res)
+		*res, err = fs.server.Lookup(r, r.cred, dir.fh, name)
 		if fs.retryJukebox(r, err, try) {
 			continue
 		}
@@ -107,9 +107,9 @@ func (fs *FS) lookupRPC(r *request, dir *inode, name string, res *nfs3.LookupRes
 			fs.updateAttr(dir, &res.DirAttr.Attr, start)
 		}
 		switch {
-		case err == nil, hasStatus(err, nfs3.ErrNoEnt):
+		case err == nil, hasStatus(err, nfs.ErrNoEnt):
 			fs.allowSearch(dir, r.cred, start)
-		case hasStatus(err, nfs3.ErrAcces):
+		case hasStatus(err, nfs.ErrAcces):
 			fs.denySearch(dir, r.cred)
 		}
 		return start, fs.checkStale(dir, err)
@@ -118,9 +118,9 @@ func (fs *FS) lookupRPC(r *request, dir *inode, name string, res *nfs3.LookupRes
 
 // entry fills the reply for a name with the node of fh and adds one lookup reference to it. post
 // holds the attributes that came with fh in the reply to a call sent at start.
-func (fs *FS) entry(r *request, dir *inode, name string, fh nfs3.FH, post *nfs3.PostOpAttr, start uint64,
+func (fs *FS) entry(r *request, dir *inode, name string, fh nfs.Handle, post *nfs.PostOpAttr, start uint64,
 	out *fuse.EntryOut) (*inode, error) {
-	var known *nfs3.Attr
+	var known *nfs.Attr
 	if post.Present {
 		known = &post.Attr
 	}
@@ -138,8 +138,8 @@ func (fs *FS) entry(r *request, dir *inode, name string, fh nfs3.FH, post *nfs3.
 }
 
 // entryAttr returns the node's attributes: those of the reply, or newer ones.
-func (fs *FS) entryAttr(r *request, ino *inode, post *nfs3.PostOpAttr,
-	start uint64) (a nfs3.Attr, cacheable bool, err error) {
+func (fs *FS) entryAttr(r *request, ino *inode, post *nfs.PostOpAttr,
+	start uint64) (a nfs.Attr, cacheable bool, err error) {
 	if post.Present && fs.updateAttr(ino, &post.Attr, start) {
 		ino.mu.Lock()
 		defer ino.mu.Unlock()
@@ -152,14 +152,14 @@ func (fs *FS) entryAttr(r *request, ino *inode, post *nfs3.PostOpAttr,
 	return a, cacheable, err
 }
 
-func (fs *FS) fillEntry(dir, ino *inode, a *nfs3.Attr, cacheable bool, out *fuse.EntryOut) {
+func (fs *FS) fillEntry(dir, ino *inode, a *nfs.Attr, cacheable bool, out *fuse.EntryOut) {
 	*out = fuse.EntryOut{NodeId: ino.id}
 	out.SetEntryTimeout(fs.kernelNameTime(dir))
 	fs.fillEntryAttr(ino, a, cacheable, out)
 }
 
 // fillEntryAttr replaces the attributes in the reply for a name.
-func (fs *FS) fillEntryAttr(ino *inode, a *nfs3.Attr, cacheable bool, out *fuse.EntryOut) {
+func (fs *FS) fillEntryAttr(ino *inode, a *nfs.Attr, cacheable bool, out *fuse.EntryOut) {
 	fs.fillAttr(ino, &out.Attr, a)
 	ino.setSent(a)
 	out.SetAttrTimeout(0)
@@ -179,49 +179,58 @@ func (fs *FS) entryTimeout(dir *inode) time.Duration {
 	return fs.opts.AcDirMin
 }
 
+// A created is the result of a call that makes a name.
+type created struct {
+	ino *inode
+	// own is true when the handle came with the reply, so that the node certainly is the new object.
+	// A handle from a later LOOKUP may belong to an object that replaced the new one.
+	own  bool
+	open nfs.OpenState
+}
+
 // createEntry is the common part of CREATE, MKDIR, SYMLINK and MKNOD. createEntry makes the call
-// and gets what the server left out of its reply. own is true when the handle came with the reply,
-// so that the node certainly is the new object.
-func (fs *FS) createEntry(r *request, dir *inode, name string, typ nfs3.FileType, out *fuse.EntryOut,
-	call func(*nfs3.CreateResult) error) (ino *inode, own bool, err error) {
-	var res nfs3.CreateResult
+// and gets what the server left out of its reply.
+func (fs *FS) createEntry(r *request, dir *inode, name string, typ nfs.FileType, out *fuse.EntryOut,
+	call func() (nfs.CreateResult, error)) (made created, err error) {
+	var res nfs.CreateResult
 	var start, changed uint64
-	var made bool
+	var before bool // by an earlier process
 	for try := 0; ; try++ {
 		start = fs.clock.Now()
-		err := call(&res)
+		res, err = call()
 		if fs.retryJukebox(r, err, try) {
 			continue
 		}
 		changed = fs.nameMade(dir, name, &res.DirChange, start)
-		made = hasStatus(err, nfs3.ErrExist) && r.sentBefore()
-		if err != nil && !made {
-			return nil, false, fs.checkStale(dir, err)
+		before = hasStatus(err, nfs.ErrExist) && r.sentBefore()
+		if err != nil && !before {
+			return made, fs.checkStale(dir, err)
 		}
 		break
 	}
-	if own = res.HasFH && !made; !own {
-		var found nfs3.LookupResult
+	made.open = res.State
+	if made.own = res.HasFH && !before; !made.own {
+		var found nfs.LookupResult
 		if start, err = fs.lookupRPC(r, dir, name, &found); err != nil {
-			return nil, false, err
+			return made, err
 		}
 		res.FH, res.Attr = found.FH, found.Attr
-		if made {
-			if own = found.Attr.Present && r.madeBefore(&found.Attr.Attr, typ); !own {
-				return nil, false, syscall.EEXIST
+		if before {
+			if made.own = found.Attr.Present && r.madeBefore(&found.Attr.Attr, typ); !made.own {
+				return made, syscall.EEXIST
 			}
 		}
 	}
-	if ino, err = fs.entry(r, dir, name, res.FH, &res.Attr, start, out); err == nil {
-		fs.keepLookup(dir, name, ino.id, changed)
+	if made.ino, err = fs.entry(r, dir, name, res.FH, &res.Attr, start, out); err == nil {
+		fs.keepLookup(dir, name, made.ino.id, changed)
 	}
-	return ino, own, err
+	return made, err
 }
 
 // nameMade stores the attributes in the reply to a call that makes a name, sent at start. nameMade
 // returns the start for keepLookup. The epoch that begins with this reply is due to changes before
 // the call, so it does not outdate the name.
-func (fs *FS) nameMade(dir *inode, name string, wcc *nfs3.WccData, start uint64) (changed uint64) {
+func (fs *FS) nameMade(dir *inode, name string, wcc *nfs.Change, start uint64) (changed uint64) {
 	overtaken := dir.overtaken(start)
 	fs.nameChanged(dir, name)
 	fs.updateWcc(dir, wcc, start, true)
@@ -235,8 +244,8 @@ func (fs *FS) nameMade(dir *inode, name string, wcc *nfs3.WccData, start uint64)
 func (fs *FS) Mkdir(cancel <-chan struct{}, in *fuse.MkdirIn, name string, out *fuse.EntryOut) fuse.Status {
 	return fs.onNode(OpMkdir, cancel, &in.InHeader, func(r *request, dir *inode) error {
 		set := fs.newMode(r, dir, in.Mode, in.Umask)
-		_, _, err := fs.createEntry(r, dir, name, nfs3.NF3DIR, out, func(res *nfs3.CreateResult) error {
-			return fs.client.Mkdir(r, r.cred, dir.fh, name, &set, res)
+		_, err := fs.createEntry(r, dir, name, nfs.Directory, out, func() (nfs.CreateResult, error) {
+			return fs.server.Mkdir(r, r.cred, dir.fh, name, set)
 		})
 		return err
 	})
@@ -251,25 +260,25 @@ func (fs *FS) Mknod(cancel <-chan struct{}, in *fuse.MknodIn, name string, out *
 
 func (fs *FS) mknod(r *request, dir *inode, in *fuse.MknodIn, name string, out *fuse.EntryOut) error {
 	set := fs.newMode(r, dir, in.Mode, in.Umask)
-	var typ nfs3.FileType
+	var typ nfs.FileType
 	switch in.Mode & syscall.S_IFMT {
 	case syscall.S_IFREG, 0:
-		_, _, err := fs.createFile(r, dir, name, &nfs3.CreateHow{Mode: nfs3.Guarded, Attr: set}, out)
+		_, err := fs.createFile(r, dir, name, nfs.CreateHow{Mode: nfs.Guarded, Attr: set}, out)
 		return err
 	case syscall.S_IFCHR:
-		typ = nfs3.NF3CHR
+		typ = nfs.CharDevice
 	case syscall.S_IFBLK:
-		typ = nfs3.NF3BLK
+		typ = nfs.BlockDevice
 	case syscall.S_IFIFO:
-		typ = nfs3.NF3FIFO
+		typ = nfs.FIFO
 	case syscall.S_IFSOCK:
-		typ = nfs3.NF3SOCK
+		typ = nfs.Socket
 	default:
 		return syscall.EINVAL
 	}
-	dev := nfs3.Device{Major: unix.Major(uint64(in.Rdev)), Minor: unix.Minor(uint64(in.Rdev))}
-	_, _, err := fs.createEntry(r, dir, name, typ, out, func(res *nfs3.CreateResult) error {
-		return fs.client.Mknod(r, r.cred, dir.fh, name, typ, &set, dev, res)
+	dev := nfs.Device{Major: unix.Major(uint64(in.Rdev)), Minor: unix.Minor(uint64(in.Rdev))}
+	_, err := fs.createEntry(r, dir, name, typ, out, func() (nfs.CreateResult, error) {
+		return fs.server.Mknod(r, r.cred, dir.fh, name, typ, set, dev)
 	})
 	return err
 }
@@ -278,8 +287,8 @@ func (fs *FS) mknod(r *request, dir *inode, in *fuse.MknodIn, name string, out *
 func (fs *FS) Symlink(cancel <-chan struct{}, h *fuse.InHeader, target, name string, out *fuse.EntryOut) fuse.Status {
 	set := modeOnly(0o777) // the mode that lstat(2) shows for symbolic links on all file systems
 	return fs.onNode(OpSymlink, cancel, h, func(r *request, dir *inode) error {
-		_, _, err := fs.createEntry(r, dir, name, nfs3.NF3LNK, out, func(res *nfs3.CreateResult) error {
-			return fs.client.Symlink(r, r.cred, dir.fh, name, target, &set, res)
+		_, err := fs.createEntry(r, dir, name, nfs.Symlink, out, func() (nfs.CreateResult, error) {
+			return fs.server.Symlink(r, r.cred, dir.fh, name, target, set)
 		})
 		return err
 	})
@@ -303,16 +312,17 @@ func (fs *FS) link(r *request, in *fuse.LinkIn, name string, out *fuse.EntryOut)
 		return err
 	}
 	fs.invalidateAttr(ino)
-	var res nfs3.LinkResult
+	var res nfs.LinkResult
 	var start, changed uint64
 	for try := 0; ; try++ {
 		start = fs.clock.Now()
-		err := fs.client.Link(r, r.cred, ino.fh, dir.fh, name, &res)
+		var err error
+		res, err = fs.server.Link(r, r.cred, ino.fh, dir.fh, name)
 		if fs.retryJukebox(r, err, try) {
 			continue
 		}
 		changed = fs.nameMade(dir, name, &res.DirChange, start)
-		if hasStatus(err, nfs3.ErrExist) && r.sentBefore() && fs.isNow(r, dir, name, ino) {
+		if hasStatus(err, nfs.ErrExist) && r.sentBefore() && fs.isNow(r, dir, name, ino) {
 			err = nil
 		}
 		if err != nil {

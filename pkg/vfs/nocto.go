@@ -1,7 +1,7 @@
 package vfs
 
 import (
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 )
 
@@ -10,7 +10,7 @@ import (
 // never used for another user.
 
 // openRights are the rights that opens need.
-const openRights = nfs3.AccessRead | nfs3.AccessModify | nfs3.AccessExtend | nfs3.AccessExecute
+const openRights = nfs.AccessRead | nfs.AccessModify | nfs.AccessExtend | nfs.AccessExecute
 
 // maxOpeners bounds the credentials that one file remembers.
 const maxOpeners = 64
@@ -18,13 +18,13 @@ const maxOpeners = 64
 // An opener is the reply of the server to the ACCESS of one credential.
 type opener struct {
 	rights  uint32
-	ctime   nfs3.Time3 // of the file; a later change of rights changes it
+	ctime   nfs.Time // of the file; a later change of rights changes it
 	expires attr.Instant
 }
 
 // openCached returns the cached attributes of a file. ok is false when they have expired, or when
 // cred is not known to have the rights want.
-func (fs *FS) openCached(ino *inode, cred []byte, want uint32) (a nfs3.Attr, ok bool) {
+func (fs *FS) openCached(ino *inode, cred []byte, want uint32) (a nfs.Attr, ok bool) {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
 	o := ino.openers[&cred[0]]
@@ -37,7 +37,7 @@ func (fs *FS) openCached(ino *inode, cred []byte, want uint32) (a nfs3.Attr, ok 
 
 // keepOpener stores the rights of cred, from the reply to an ACCESS sent at start. a holds the
 // attributes of the reply.
-func (fs *FS) keepOpener(ino *inode, cred []byte, rights uint32, a *nfs3.Attr, start uint64) {
+func (fs *FS) keepOpener(ino *inode, cred []byte, rights uint32, a *nfs.Attr, start uint64) {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
 	if start < ino.lookups.epochClock || !ino.valid {

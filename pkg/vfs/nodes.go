@@ -8,7 +8,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // GetAttr handles stat(2). The kernel caches attributes for the time in the reply. The kernel
@@ -31,7 +31,7 @@ func (fs *FS) getattr(r *request, ino *inode, out *fuse.AttrOut) error {
 	if err := fs.push(r, ino); err != nil {
 		return err
 	}
-	var a nfs3.Attr
+	var a nfs.Attr
 	left, ok := fs.takeUnsent(ino, &a)
 	if ok {
 		fs.renewed(ino)
@@ -54,7 +54,7 @@ func (fs *FS) getattr(r *request, ino *inode, out *fuse.AttrOut) error {
 	return nil
 }
 
-func (fs *FS) fillAttrOut(ino *inode, a *nfs3.Attr, cacheable bool, out *fuse.AttrOut) {
+func (fs *FS) fillAttrOut(ino *inode, a *nfs.Attr, cacheable bool, out *fuse.AttrOut) {
 	fs.fillAttr(ino, &out.Attr, a)
 	ino.setSent(a)
 	out.SetTimeout(0)
@@ -83,16 +83,16 @@ func (fs *FS) setattr(r *request, ino *inode, in *fuse.SetAttrIn, out *fuse.Attr
 		if h := fs.fileOf(in); h != nil {
 			cred = h.cred // ftruncate(2) uses the credential of the open
 		}
-		if fs.opts.Writeback && set.MtimeHow == nfs3.SetToClientTime {
-			set.MtimeHow = nfs3.SetToServerTime
+		if fs.opts.Writeback && set.MtimeHow == nfs.SetToClientTime {
+			set.MtimeHow = nfs.SetToServerTime
 		}
 	}
-	if set == (nfs3.SetAttr{}) {
+	if set == (nfs.SetAttr{}) {
 		return fs.getattr(r, ino, out)
 	}
 	err := fs.setAndFill(r, cred, ino, &set, out)
 	if e := errno(err); fs.isTouch(in) && (e == syscall.EPERM || e == syscall.EACCES) {
-		set.MtimeHow = nfs3.SetToServerTime
+		set.MtimeHow = nfs.SetToServerTime
 		err = fs.setAndFill(r, cred, ino, &set, out)
 	}
 	return err
@@ -100,7 +100,7 @@ func (fs *FS) setattr(r *request, ino *inode, in *fuse.SetAttrIn, out *fuse.Attr
 
 // setAndFill writes the data of a file as the change needs it, changes attributes, and fills the
 // reply.
-func (fs *FS) setAndFill(r *request, cred []byte, ino *inode, set *nfs3.SetAttr, out *fuse.AttrOut) error {
+func (fs *FS) setAndFill(r *request, cred []byte, ino *inode, set *nfs.SetAttr, out *fuse.AttrOut) error {
 	// A later WRITE would undo the new times, and a replay would undo a truncation. The server may
 	// refuse a later COMMIT by the old owner.
 	flush := fs.push
@@ -110,11 +110,11 @@ func (fs *FS) setAndFill(r *request, cred []byte, ino *inode, set *nfs3.SetAttr,
 	if err := flush(r, ino); err != nil {
 		return err
 	}
-	var wcc nfs3.WccData
+	var wcc nfs.Change
 	if err := fs.setAttrs(r, cred, ino, set, &wcc); err != nil {
 		return fs.checkStale(ino, err)
 	}
-	var a nfs3.Attr
+	var a nfs.Attr
 	cacheable, err := fs.attrAfterChange(r, cred, ino, &wcc, &a)
 	if err != nil {
 		return err
@@ -125,8 +125,8 @@ func (fs *FS) setAndFill(r *request, cred []byte, ino *inode, set *nfs3.SetAttr,
 
 // attrAfterChange sets a to the attributes after a change by this mount. attrAfterChange uses the
 // reply wcc if those attributes are valid, else it sends a GETATTR. cacheable is as in fetch.
-func (fs *FS) attrAfterChange(ctx context.Context, cred []byte, ino *inode, wcc *nfs3.WccData,
-	a *nfs3.Attr) (cacheable bool, err error) {
+func (fs *FS) attrAfterChange(ctx context.Context, cred []byte, ino *inode, wcc *nfs.Change,
+	a *nfs.Attr) (cacheable bool, err error) {
 	ino.mu.Lock()
 	if wcc.HasAfter && ino.valid {
 		*a, ino.unsent = ino.attr, false
@@ -139,11 +139,12 @@ func (fs *FS) attrAfterChange(ctx context.Context, cred []byte, ino *inode, wcc 
 
 // setAttrs sends a SETATTR and stores the attributes of the reply. The caller passes an error to
 // checkStale.
-func (fs *FS) setAttrs(ctx context.Context, cred []byte, ino *inode, set *nfs3.SetAttr, wcc *nfs3.WccData) error {
+func (fs *FS) setAttrs(ctx context.Context, cred []byte, ino *inode, set *nfs.SetAttr, wcc *nfs.Change) error {
 	fs.invalidateAttr(ino)
 	for try := 0; ; try++ {
 		start := fs.clock.Now()
-		err := fs.client.SetAttr(ctx, cred, ino.fh, set, nil, wcc)
+		var err error
+		*wcc, err = fs.server.SetAttr(ctx, cred, ino.fh, *set)
 		fs.dropACLs(ino) // a new mode changes the ACL
 		if fs.retryJukebox(ctx, err, try) {
 			continue
@@ -164,9 +165,9 @@ func (fs *FS) setAttrs(ctx context.Context, cred []byte, ino *inode, set *nfs3.S
 }
 
 // sattrOf converts a SETATTR request of the kernel to sattr3 (RFC 1813 §2.5).
-func sattrOf(in *fuse.SetAttrIn) (set nfs3.SetAttr) {
+func sattrOf(in *fuse.SetAttrIn) (set nfs.SetAttr) {
 	if mode, ok := in.GetMode(); ok {
-		set.HasMode, set.Mode = true, mode&nfs3.ModeMask
+		set.HasMode, set.Mode = true, mode&nfs.ModeMask
 	}
 	if in.Valid&fuse.FATTR_UID != 0 {
 		set.HasUID, set.UID = true, in.Uid
@@ -182,18 +183,18 @@ func sattrOf(in *fuse.SetAttrIn) (set nfs3.SetAttr) {
 	return set
 }
 
-func timeHow(valid, bit, now uint32, sec uint64, nsec uint32) (nfs3.TimeHow, nfs3.Time3) {
+func timeHow(valid, bit, now uint32, sec uint64, nsec uint32) (nfs.TimeHow, nfs.Time) {
 	switch {
 	case valid&now != 0:
-		return nfs3.SetToServerTime, nfs3.Time3{}
+		return nfs.SetToServerTime, nfs.Time{}
 	case valid&bit == 0:
-		return nfs3.DontChange, nfs3.Time3{}
+		return nfs.DontChange, nfs.Time{}
 	case int64(sec) < 0: // nfstime3 cannot represent times before 1970
-		return nfs3.SetToClientTime, nfs3.Time3{}
+		return nfs.SetToClientTime, nfs.Time{}
 	case sec > 1<<32-1:
-		return nfs3.SetToClientTime, nfs3.Time3{Sec: 1<<32 - 1}
+		return nfs.SetToClientTime, nfs.Time{Sec: 1<<32 - 1}
 	}
-	return nfs3.SetToClientTime, nfs3.Time3{Sec: uint32(sec), Nsec: nsec}
+	return nfs.SetToClientTime, nfs.Time{Sec: uint32(sec), Nsec: nsec}
 }
 
 // Access handles access(2) where the kernel does not check permissions itself.
@@ -206,22 +207,22 @@ func (fs *FS) Access(cancel <-chan struct{}, in *fuse.AccessIn) fuse.Status {
 func (fs *FS) access(r *request, ino *inode, mask uint32) error {
 	var want uint32
 	if mask&unix.R_OK != 0 {
-		want |= nfs3.AccessRead
+		want |= nfs.AccessRead
 	}
 	if mask&unix.W_OK != 0 {
-		want |= nfs3.AccessModify
+		want |= nfs.AccessModify
 	}
 	if mask&unix.X_OK != 0 {
 		ino.mu.Lock()
 		if ino.isDir() {
-			want |= nfs3.AccessLookup
+			want |= nfs.AccessLookup
 		} else {
-			want |= nfs3.AccessExecute
+			want |= nfs.AccessExecute
 		}
 		ino.mu.Unlock()
 	}
-	var res nfs3.AccessResult
-	if err := fs.askAccess(r, r.cred, ino, want, &res); err != nil {
+	res, err := fs.askAccess(r, r.cred, ino, want)
+	if err != nil {
 		return err
 	}
 	if res.Access&want != want {
@@ -230,21 +231,29 @@ func (fs *FS) access(r *request, ino *inode, mask uint32) error {
 	return nil
 }
 
-// askAccess sends an ACCESS and stores the attributes of the reply.
-func (fs *FS) askAccess(ctx context.Context, cred []byte, ino *inode, want uint32, res *nfs3.AccessResult) error {
+// askAccess asks the server for rights.
+func (fs *FS) askAccess(ctx context.Context, cred []byte, ino *inode, want uint32) (nfs.OpenResult, error) {
+	return fs.askRights(ctx, ino, func() (nfs.OpenResult, error) {
+		res, err := fs.server.Access(ctx, cred, ino.fh, want)
+		return nfs.OpenResult{AccessResult: res}, err
+	})
+}
+
+// askRights makes a call that asks for rights, and stores the attributes of the reply.
+func (fs *FS) askRights(ctx context.Context, ino *inode, call func() (nfs.OpenResult, error)) (nfs.OpenResult, error) {
 	for try := 0; ; try++ {
 		start := fs.clock.Now()
-		err := fs.client.Access(ctx, cred, ino.fh, want, res)
+		res, err := call()
 		if fs.retryJukebox(ctx, err, try) {
 			continue
 		}
 		if err != nil {
-			return fs.checkStale(ino, err)
+			return res, fs.checkStale(ino, err)
 		}
 		if res.Attr.Present {
 			fs.updateAttr(ino, &res.Attr.Attr, start)
 		}
-		return nil
+		return res, nil
 	}
 }
 
@@ -268,15 +277,14 @@ func (fs *FS) readlink(r *request, ino *inode) ([]byte, error) {
 	t.useBuffer(buf)
 	defer t.dropBuffer(fs)
 	for try := 0; ; try++ {
-		var res nfs3.ReadLinkResult
 		start := fs.clock.Now()
-		err := fs.client.ReadLink(r, r.cred, ino.fh, t.buf[:nfs3.MaxPath], &res)
+		res, err := fs.server.ReadLink(r, r.cred, ino.fh, t.buf[:nfs.MaxPath])
 		if isBusy(err) {
 			if _ = fs.pauseRead(r, r.cred, &err, t, 0, try); err == nil {
 				continue
 			}
 		}
-		if hasStatus(err, nfs3.ErrStale) {
+		if hasStatus(err, nfs.ErrStale) {
 			fs.reopens.expect(r.pid)
 		}
 		if err != nil {
@@ -298,9 +306,10 @@ func (fs *FS) StatFs(cancel <-chan struct{}, h *fuse.InHeader, out *fuse.StatfsO
 }
 
 func (fs *FS) statfs(r *request, ino *inode, out *fuse.StatfsOut) error {
-	var res nfs3.FSStatResult
+	var res nfs.FSStatResult
 	for try := 0; ; try++ {
-		err := fs.client.FSStat(r, r.cred, ino.fh, &res)
+		var err error
+		res, err = fs.server.FSStat(r, r.cred, ino.fh)
 		if fs.retryJukebox(r, err, try) {
 			continue
 		}
@@ -312,7 +321,7 @@ func (fs *FS) statfs(r *request, ino *inode, out *fuse.StatfsOut) error {
 	*out = fuse.StatfsOut{
 		Blocks: res.TotalBytes / statfsBlock, Bfree: res.FreeBytes / statfsBlock, Bavail: res.AvailBytes / statfsBlock,
 		Files: res.TotalFiles, Ffree: res.FreeFiles,
-		Bsize: statfsBlock, Frsize: statfsBlock, NameLen: nfs3.MaxName,
+		Bsize: statfsBlock, Frsize: statfsBlock, NameLen: nfs.MaxName,
 	}
 	return nil
 }

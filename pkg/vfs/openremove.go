@@ -6,7 +6,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // The server would allow an open and a removal of the same file to overlap. On this mount they run
@@ -47,7 +47,7 @@ type unresolvedRemoval struct {
 	fromName string
 	// target is the object that name stood for in the reply to the last LOOKUP of this mount; the
 	// zero value if the name cache does not have the name.
-	target nfs3.FH
+	target nfs.Handle
 }
 
 // unresolvedTimeout is how long an open waits for unresolved removals. Then the open asks the
@@ -120,15 +120,14 @@ func (t *inodeTable) removalsOf(ino *inode, others map[*unresolvedRemoval]bool) 
 // The server may have executed the removal already. The name then does not exist, or stands for the
 // renamed object. In this case the last LOOKUP of the name tells which object it was.
 func (fs *FS) removesOther(r *request, b *unresolvedRemoval, ino *inode) bool {
-	lookup := func(dir *inode, name string) (fh nfs3.FH, ok bool, err error) {
-		var res nfs3.LookupResult
-		err = fs.client.Lookup(r, b.cred, dir.fh, name, &res)
-		if hasStatus(err, nfs3.ErrNoEnt) {
+	lookup := func(dir *inode, name string) (fh nfs.Handle, ok bool, err error) {
+		res, err := fs.server.Lookup(r, b.cred, dir.fh, name)
+		if hasStatus(err, nfs.ErrNoEnt) {
 			return fh, false, nil
 		}
 		return res.FH, err == nil, err
 	}
-	another := b.target != (nfs3.FH{}) && b.target != ino.fh
+	another := b.target != (nfs.Handle{}) && b.target != ino.fh
 	switch fh, ok, err := lookup(b.dir, b.name); {
 	case err != nil || ok && fh == ino.fh:
 		return false
@@ -166,7 +165,7 @@ func (t *inodeTable) beginUnresolved(b *unresolvedRemoval) bool {
 
 // findOrBeginUnresolved returns the inode with the handle fh. When there is none, it begins the
 // unresolved removal b, whose name stands for fh.
-func (t *inodeTable) findOrBeginUnresolved(fh nfs3.FH, b *unresolvedRemoval) *inode {
+func (t *inodeTable) findOrBeginUnresolved(fh nfs.Handle, b *unresolvedRemoval) *inode {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	ino := t.byFH.get(fh)

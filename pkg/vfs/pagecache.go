@@ -4,7 +4,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // The kernel caches the pages of files. They must show the changes of other clients and need not be
@@ -38,11 +38,11 @@ func (fs *FS) explicitPages() bool { return !fs.opts.NoAC && fs.opts.AcRegMax > 
 // changedByOther reports whether the difference between two states of an object shows a change by
 // another client. The ctime alone is no sign when this mount may have changed it since the call
 // that returned the attributes of ino. The caller holds ino.mu.
-func (fs *FS) changedByOther(ino *inode, older, newer stamp) bool {
-	if older.size != newer.size || older.mtime != newer.mtime {
+func (fs *FS) changedByOther(ino *inode, older, newer nfs.Stamp) bool {
+	if older.Size != newer.Size || older.Mtime != newer.Mtime {
 		return true
 	}
-	return older.ctime != newer.ctime && ino.requestClock >= fs.lastUnseenChange(ino)
+	return older.Ctime != newer.Ctime && ino.requestClock >= fs.lastUnseenChange(ino)
 }
 
 // lastUnseenChange returns FS.clock after the last call of this mount that may have changed the
@@ -62,11 +62,11 @@ func (fs *FS) lastUnseenChange(ino *inode) uint64 {
 //
 // The kernel also drops the pages when the reply to an open does not set KEEP_CACHE. That is too
 // late for another open or lock that finds the recorded state before the kernel handles the reply.
-func (fs *FS) revalidate(ino *inode, a *nfs3.Attr, cacheable bool) (unchanged bool) {
+func (fs *FS) revalidate(ino *inode, a *nfs.Attr, cacheable bool) (unchanged bool) {
 	ino.mu.Lock()
-	now := stampOf(a)
+	now := a.Stamp()
 	unchanged = cacheable && ino.pageStampValid && ino.pageDrops == 0 && ino.pageStamp == now
-	drop := !unchanged && ino.pageStamp != stamp{} // before the first open there are no pages
+	drop := !unchanged && ino.pageStamp != (nfs.Stamp{}) // before the first open there are no pages
 	ino.pageStamp, ino.pageStampValid = now, cacheable
 	if drop {
 		ino.pageDrops++
@@ -99,7 +99,7 @@ func (fs *FS) sendDrop(ino *inode) {
 func (ino *inode) knownSize() uint64 {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
-	if ino.attr.Type != nfs3.NF3REG || !ino.known || !ino.valid || ino.pending > 0 {
+	if ino.attr.Type != nfs.Regular || !ino.known || !ino.valid || ino.pending > 0 {
 		return 0
 	}
 	return ino.attr.Size
@@ -121,9 +121,9 @@ func (fs *FS) dropStalePages(ino *inode) {
 		return // the next open asks the server
 	}
 	ino.mu.Lock()
-	stale := ino.attr.Type == nfs3.NF3REG && ino.known && ino.valid && !ino.pageStampValid
+	stale := ino.attr.Type == nfs.Regular && ino.known && ino.valid && !ino.pageStampValid
 	if stale {
-		ino.pageStamp, ino.pageStampValid = stampOf(&ino.attr), true
+		ino.pageStamp, ino.pageStampValid = ino.attr.Stamp(), true
 		ino.pageDrops++
 	}
 	ino.mu.Unlock()
@@ -207,7 +207,7 @@ func (fs *FS) checkPages(h *fileHandle) {
 		delete(fs.handles.watch.checked, h.ino)
 		fs.handles.Unlock()
 	}()
-	var a nfs3.Attr
+	var a nfs.Attr
 	if _, err := fs.fetch(background{fs}, h.cred, h.ino, &a); err == nil {
 		fs.dropStalePages(h.ino)
 	} else if errno(err) == syscall.ESTALE {

@@ -11,6 +11,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -241,7 +242,7 @@ func openAfterRemoval(t *testing.T, fs *FS, file fuse.InHeader, out *fuse.OpenOu
 	t.Helper()
 	table := &fs.inodes
 	removal := &unresolvedRemoval{cred: fs.creds.encode(0, 0, nil), dir: table.get(fuse.FUSE_ROOT_ID), name: "file"}
-	table.findOrBeginUnresolved(nfs3.FH{}, removal)
+	table.findOrBeginUnresolved(nfs.Handle{}, removal)
 	table.mu.Lock()
 	table.removalDone = nil // set again by an open that waits
 	table.mu.Unlock()

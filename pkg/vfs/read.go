@@ -5,8 +5,6 @@ import (
 	"syscall"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
-
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
 // maxEmptyReads bounds the consecutive READ replies without data and without EOF.
@@ -146,14 +144,13 @@ func (fs *FS) getReadBuffer(r *request, h *fileHandle, in *fuse.ReadIn) []byte {
 // readFull reads in.Size bytes into t, or fewer at the end of the file on the server. After an
 // error t may have no memory.
 func (fs *FS) readFull(r *request, h *fileHandle, in *fuse.ReadIn, t *target) (done int, err error) {
-	var res nfs3.ReadResult
 	for empty, try := 0, 0; ; {
 		if done == int(in.Size) {
 			return done, nil
 		}
 		part := t.slice(done, min(int(in.Size), done+fs.opts.RSize))
 		start := fs.clock.Now()
-		err := fs.client.ReadPieces(r, h.cred, h.ino.fh, in.Offset+uint64(done), part, &res)
+		res, err := fs.server.Read(r, h.cred, h.ino.fh, h.open, in.Offset+uint64(done), part)
 		if isBusy(err) {
 			if done = fs.pauseRead(r, h.cred, &err, t, done, try); err == nil {
 				try++

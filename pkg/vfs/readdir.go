@@ -7,7 +7,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -27,7 +27,7 @@ type dirHandle struct {
 	kept keptSlot
 
 	mu      sync.Mutex // held during the RPCs of this open directory; guards the fields below
-	verf    nfs3.Verifier
+	verf    nfs.Verifier
 	entries []dirEntry // entries of the last reply
 	pos     int        // index of the next entry in entries
 	offset  uint64     // reader's position: the cookie of the last returned entry, or 0
@@ -51,9 +51,9 @@ type dirEntry struct {
 	name   string
 	fileID uint64
 	cookie uint64
-	attr   nfs3.PostOpAttr
+	attr   nfs.PostOpAttr
 	hasFH  bool
-	fh     nfs3.FH
+	fh     nfs.Handle
 }
 
 // OpenDir handles opendir(3).
@@ -66,21 +66,21 @@ func (fs *FS) OpenDir(cancel <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut
 func (fs *FS) openDir(r *request, ino *inode, out *fuse.OpenOut) error {
 	// Each open of a directory asks the server, as for files. The kernel alone would check only the
 	// mode.
-	var res nfs3.AccessResult
 	start := fs.clock.Now()
-	if err := fs.askAccess(r, r.cred, ino, nfs3.AccessRead|nfs3.AccessLookup, &res); err != nil {
+	res, err := fs.askAccess(r, r.cred, ino, nfs.AccessRead|nfs.AccessLookup)
+	if err != nil {
 		return err
 	}
-	if res.Access&nfs3.AccessRead == 0 {
+	if res.Access&nfs.AccessRead == 0 {
 		return syscall.EACCES
 	}
-	if res.Access&nfs3.AccessLookup != 0 {
+	if res.Access&nfs.AccessLookup != 0 {
 		fs.allowSearch(ino, r.cred, start)
 	}
 	d := &dirHandle{id: fs.nextHandle(), ino: ino, cred: r.cred, returned: returnedNames{all: &fs.returned}}
 	r.keepHandle(d.id)
 	fs.inodes.open(ino)
-	err := fs.inodes.keep(ino)
+	err = fs.inodes.keep(ino)
 	if err == nil {
 		err = fs.state.addDir(d)
 	}
@@ -139,7 +139,7 @@ func (fs *FS) ReadDirPlus(cancel <-chan struct{}, in *fuse.ReadIn, out *fuse.Dir
 		if dir == nil {
 			dir, wantACLs = d, fs.wantsACLs(d.ino, d.cred)
 		}
-		if ino := fs.fillPlus(d, e, entry); ino != nil && wantACLs && e.attr.Attr.Type != nfs3.NF3LNK {
+		if ino := fs.fillPlus(d, e, entry); ino != nil && wantACLs && e.attr.Attr.Type != nfs.Symlink {
 			listed = append(listed, ino)
 		}
 		return true
@@ -222,7 +222,7 @@ func (d *dirHandle) seek(offset uint64) {
 	switch offset {
 	case 0:
 		d.rewind(0)
-		d.verf = nfs3.Verifier{}
+		d.verf = nfs.Verifier{}
 	case d.offset:
 	default:
 		for i := range d.entries {
@@ -265,7 +265,7 @@ func (fs *FS) fillDir(r *request, d *dirHandle, plus bool) error {
 	}
 	d.seen[d.offset] = struct{}{}
 	err := fs.dirRPC(r, d, d.offset, plus)
-	if hasStatus(err, nfs3.ErrBadCookie) && d.offset != 0 {
+	if hasStatus(err, nfs.ErrBadCookie) && d.offset != 0 {
 		return fs.restart(r, d, plus)
 	}
 	return err
@@ -280,7 +280,7 @@ func (fs *FS) restart(r *request, d *dirHandle, plus bool) error {
 		}
 		fs.Counters.ReadDirRestarts.Add(1)
 		err := fs.findPosition(r, d, plus, cookie)
-		if !hasStatus(err, nfs3.ErrBadCookie) {
+		if !hasStatus(err, nfs.ErrBadCookie) {
 			return err
 		}
 	}
@@ -293,7 +293,7 @@ func (fs *FS) restart(r *request, d *dirHandle, plus bool) error {
 // If d.returned is partial, the next entry is the one behind the entry that the reader got last, or
 // behind the latest of its last entries that still exists. After seekdir(3) only the cookie is known.
 func (fs *FS) findPosition(r *request, d *dirHandle, plus bool, cookie uint64) error {
-	d.verf, d.index = nfs3.Verifier{}, -1
+	d.verf, d.index = nfs.Verifier{}, -1
 	clear(d.seen)
 	returned := d.returned.sorted()
 	var order map[uint64]int
@@ -352,16 +352,16 @@ func unsupported(err error) bool {
 		return false
 	}
 	var accept *sunrpc.AcceptError
-	return hasStatus(err, nfs3.ErrNotSupp) || errors.As(err, &accept) && accept.Stat == sunrpc.ProcUnavail
+	return hasStatus(err, nfs.ErrNotSupp) || errors.As(err, &accept) && accept.Stat == sunrpc.ProcUnavail
 }
 
 // dirRPC sends one READDIRPLUS or READDIR from a cookie.
 func (fs *FS) dirRPC(r *request, d *dirHandle, cookie uint64, plus bool) error {
-	var res nfs3.ReadDirResult
+	var res nfs.ReadDirResult
 	plus = plus && !fs.noPlus.Load()
 	valid := true
 	last := cookie
-	keep := func(e *nfs3.DirEntry) bool {
+	keep := func(e *nfs.DirEntry) bool {
 		if e.Cookie == 0 && string(e.Name) == "." {
 			// Some servers number entries from 0, but cookie 0 is the start. The "." entry is
 			// optional, so skip it.
@@ -377,12 +377,7 @@ func (fs *FS) dirRPC(r *request, d *dirHandle, cookie uint64, plus bool) error {
 		d.entries, d.pos, d.eof = d.entries[:0], 0, false
 		d.start = fs.clock.Now()
 		var err error
-		if plus {
-			err = fs.client.ReadDirPlus(r, d.cred, d.ino.fh, cookie, d.verf, fs.opts.DirCount, fs.opts.DirCount, &res,
-				keep)
-		} else {
-			err = fs.client.ReadDir(r, d.cred, d.ino.fh, cookie, d.verf, fs.opts.DirCount, &res, keep)
-		}
+		res, err = fs.server.ReadDir(r, d.cred, d.ino.fh, cookie, d.verf, fs.opts.DirCount, plus, keep)
 		if plus && unsupported(err) {
 			plus = false
 			fs.noPlus.Store(true)

@@ -7,7 +7,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // NFSv3 servers have no open files: a file without a name is gone, even for processes that have it
@@ -88,10 +88,10 @@ func (fs *FS) targetOf(r *request, dir *inode, name string) (*inode, error) {
 
 // lookupHandle returns the handle of the object that name stands for. ok is false without an error
 // when the name does not exist.
-func (fs *FS) lookupHandle(r *request, dir *inode, name string) (fh nfs3.FH, ok bool, err error) {
-	var res nfs3.LookupResult
+func (fs *FS) lookupHandle(r *request, dir *inode, name string) (fh nfs.Handle, ok bool, err error) {
+	var res nfs.LookupResult
 	_, err = fs.lookupRPC(r, dir, name, &res)
-	if hasStatus(err, nfs3.ErrNoEnt) {
+	if hasStatus(err, nfs.ErrNoEnt) {
 		return fh, false, nil // the caller's next call returns this error
 	}
 	return res.FH, err == nil, err
@@ -109,11 +109,11 @@ func (fs *FS) targetFor(r *request, b *unresolvedRemoval) (*inode, error) {
 
 // lastName reports whether the open file ino has only one name left.
 func (fs *FS) lastName(r *request, ino *inode) (bool, error) {
-	var a nfs3.Attr
+	var a nfs.Attr
 	if err := fs.getAttr(r, r.cred, ino, &a); err != nil {
 		return false, err
 	}
-	return a.Type != nfs3.NF3DIR && a.Nlink <= 1, nil
+	return a.Type != nfs.Directory && a.Nlink <= 1, nil
 }
 
 // sillyRename renames an open file to a hidden name instead of removing it.
@@ -127,7 +127,7 @@ func (fs *FS) sillyRename(r *request, dir *inode, name string, target *inode) er
 		}
 	}
 	err := fs.renameRPC(r, dir, name, dir, silly.name)
-	if hasStatus(err, nfs3.ErrNoEnt) && r.sentBefore() && fs.isNow(r, dir, silly.name, target) {
+	if hasStatus(err, nfs.ErrNoEnt) && r.sentBefore() && fs.isNow(r, dir, silly.name, target) {
 		err = nil
 	}
 	if err != nil && isNew {
@@ -172,9 +172,8 @@ func (fs *FS) removeSilly(ctx context.Context, ino *inode) {
 }
 
 func (fs *FS) removeRPC(ctx context.Context, cred []byte, dir *inode, name string) error {
-	var wcc nfs3.WccData
 	start := fs.clock.Now()
-	err := fs.client.Remove(ctx, cred, dir.fh, name, &wcc)
+	wcc, err := fs.server.Remove(ctx, cred, dir.fh, name)
 	fs.clock.Mark(&fs.clock.Removal)
 	fs.nameRemoved(dir, name)
 	fs.updateWcc(dir, &wcc, start, true)
@@ -205,16 +204,15 @@ func (fs *FS) rmdir(r *request, dir *inode, name string) error {
 // rmdirRPC sends an RMDIR. rmdirRPC returns ENOTEMPTY for a directory that is not empty.
 func (fs *FS) rmdirRPC(r *request, dir *inode, name string) error {
 	for try := 0; ; try++ {
-		var wcc nfs3.WccData
 		start := fs.clock.Now()
-		err := fs.client.Rmdir(r, r.cred, dir.fh, name, &wcc)
+		wcc, err := fs.server.Rmdir(r, r.cred, dir.fh, name)
 		if fs.retryJukebox(r, err, try) {
 			continue
 		}
 		fs.nameRemoved(dir, name)
 		fs.updateWcc(dir, &wcc, start, true)
 		// Some servers return NFS3ERR_EXIST.
-		if hasStatus(err, nfs3.ErrNotEmpty) || hasStatus(err, nfs3.ErrExist) {
+		if hasStatus(err, nfs.ErrNotEmpty) || hasStatus(err, nfs.ErrExist) {
 			return syscall.ENOTEMPTY
 		}
 		return fs.checkStale(dir, err)
@@ -240,7 +238,7 @@ func (fs *FS) rename(r *request, in *fuse.RenameIn, oldName, newName string) err
 	}
 	for try := 0; ; try++ {
 		err := fs.renameOnce(r, from, oldName, to, newName)
-		if hasStatus(err, nfs3.ErrNoEnt) && r.sentBefore() {
+		if hasStatus(err, nfs.ErrNoEnt) && r.sentBefore() {
 			if _, ok, _ := fs.lookupHandle(r, to, newName); ok {
 				return nil // an earlier process has renamed it
 			}
@@ -302,7 +300,7 @@ func (ino *inode) isHidden(r *request) bool {
 
 // removedBefore returns nil for NFS3ERR_NOENT if an earlier process may have removed the name.
 func (r *request) removedBefore(err error) error {
-	if hasStatus(err, nfs3.ErrNoEnt) && r.sentBefore() {
+	if hasStatus(err, nfs.ErrNoEnt) && r.sentBefore() {
 		return nil
 	}
 	return err
@@ -316,7 +314,7 @@ func (fs *FS) isNow(r *request, dir *inode, name string, ino *inode) bool {
 
 // isNamed reports whether name stands for ino. A file that is renamed to itself must not be hidden.
 func (fs *FS) isNamed(r *request, dir *inode, name string, ino *inode) bool {
-	var res nfs3.LookupResult
+	var res nfs.LookupResult
 	_, err := fs.lookupRPC(r, dir, name, &res)
 	return err != nil || res.FH == ino.fh
 }
@@ -348,9 +346,8 @@ func (fs *FS) renameWaiting(r *request, from *inode, oldName string, to *inode, 
 }
 
 func (fs *FS) renameRPC(r *request, from *inode, oldName string, to *inode, newName string) error {
-	var res nfs3.RenameResult
 	start := fs.clock.Now()
-	err := fs.client.Rename(r, r.cred, from.fh, oldName, to.fh, newName, &res)
+	res, err := fs.server.Rename(r, r.cred, from.fh, oldName, to.fh, newName)
 	end := fs.clock.RenameEnded()
 	fs.nameMoved(from, oldName, to, newName)
 	seen, only := fs.clock.OnlyRename(start, end)
@@ -362,7 +359,7 @@ func (fs *FS) renameRPC(r *request, from *inode, oldName string, to *inode, newN
 		from.sawChange(start, seen)
 		to.sawChange(start, seen)
 	}
-	if hasStatus(err, nfs3.ErrStale) {
+	if hasStatus(err, nfs.ErrStale) {
 		fs.invalidateAttr(to)
 	}
 	return err

@@ -13,7 +13,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -43,15 +43,6 @@ type requestState struct {
 
 var _ sunrpc.CallKeeper = (*request)(nil)
 
-// keptProcs are the procedures whose effects must happen once.
-var keptProcs = [nfs3.NumProcs]bool{nfs3.ProcSetAttr: true, nfs3.ProcCreate: true, nfs3.ProcMkdir: true,
-	nfs3.ProcSymlink: true, nfs3.ProcMknod: true, nfs3.ProcRemove: true, nfs3.ProcRmdir: true, nfs3.ProcRename: true,
-	nfs3.ProcLink: true}
-
-func isKept(m *sunrpc.Message) bool {
-	return m.Prog == nfs3.Program && m.Proc < uint32(len(keptProcs)) && keptProcs[m.Proc]
-}
-
 var sumTable = crc64.MakeTable(crc64.ECMA)
 
 // callSum identifies a call of a request by its procedure and arguments.
@@ -68,7 +59,7 @@ func callSum(m *sunrpc.Message) uint64 {
 // again because it needs another reply than the first one, for example after NFS3ERR_JUKEBOX.
 func (r *request) KeptCall(m *sunrpc.Message) (id sunrpc.CallID, ok bool) {
 	k := r.kept
-	if k == nil || k.earlier == 0 || !isKept(m) {
+	if k == nil || k.earlier == 0 || !m.Once {
 		return id, false
 	}
 	sum := callSum(m)
@@ -82,7 +73,7 @@ func (r *request) KeptCall(m *sunrpc.Message) (id sunrpc.CallID, ok bool) {
 
 // KeepCall implements sunrpc.CallKeeper.
 func (r *request) KeepCall(m *sunrpc.Message, id sunrpc.CallID) {
-	if r.state == nil || !isKept(m) {
+	if r.state == nil || !m.Once {
 		return
 	}
 	k := r.record()
@@ -357,6 +348,6 @@ func (r *request) uid() uint32 { return uint32(r.owner.Load() >> 32) }
 
 // madeBefore reports whether an object with attributes a can be one that an earlier process made
 // for the request. The server may have given an object of root to another user.
-func (r *request) madeBefore(a *nfs3.Attr, typ nfs3.FileType) bool {
+func (r *request) madeBefore(a *nfs.Attr, typ nfs.FileType) bool {
 	return a.Type == typ && (a.UID == r.uid() || r.uid() == 0)
 }

@@ -9,12 +9,12 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // unknownPages is the state of the kernel's cached pages of a file after a restart. It equals no
 // state of a file, so the pages are dropped when the file is next used.
-var unknownPages = stamp{size: math.MaxUint64}
+var unknownPages = nfs.Stamp{Size: math.MaxUint64}
 
 // A restoration makes the tables of an FS from its State.
 type restoration struct {
@@ -75,11 +75,11 @@ func (r *restoration) cred(k *keptCred) ([]byte, error) {
 	return r.creds[c], nil
 }
 
-func (k *keptHandle) handle() (nfs3.FH, error) {
-	if k.n == 0 || k.n > nfs3.FHSize {
-		return nfs3.FH{}, damaged("file handle of %d bytes", k.n)
+func (k *keptHandle) handle() (nfs.Handle, error) {
+	if k.n == 0 || k.n > nfs.HandleSize {
+		return nfs.Handle{}, damaged("file handle of %d bytes", k.n)
 	}
-	return nfs3.NewFH(k.b[:k.n])
+	return nfs.NewHandle(k.b[:k.n])
 }
 
 func (r *restoration) nodes() error {
@@ -93,7 +93,7 @@ func (r *restoration) nodes() error {
 			return damaged("two nodes have the number %d", k.id)
 		}
 		ino := &inode{id: k.id, fh: fh, kept: slot, nlookup: r.s.nodes.Counter(slot), pageStamp: unknownPages}
-		ino.attr.Type, ino.attr.FileID, ino.known = nfs3.FileType(k.typ), k.fileID, k.typ != 0
+		ino.attr.Type, ino.attr.FileID, ino.known = nfs.FileType(k.typ), k.fileID, k.typ != 0
 		t.byID[ino.id] = ino
 		if other := t.byFH.get(fh); other == nil || other.id < ino.id {
 			t.byFH.put(ino)
@@ -113,7 +113,7 @@ func (r *restoration) openFiles() error {
 			return err
 		}
 		h := r.fs.makeFile(ino, cred, k.flags)
-		h.id, h.kept = k.id, slot
+		h.id, h.kept, h.open = k.id, slot, k.open
 		h.flushed.Store(true) // perhaps: rmdir then waits for the RELEASE
 		h.locks.used = r.fs.opts.Locks != nil
 		if e := syscall.Errno(r.s.files.Counter(slot)); e != 0 {
@@ -238,7 +238,8 @@ func (r *restoration) extent(k *keptExtent) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.seq++
-	e := &extent{seq: w.seq, off: k.off, buf: buf, n: int(n), cred: cred, stable: nfs3.Unstable, kept: k.slot}
+	e := &extent{seq: w.seq, off: k.off, buf: buf, n: int(n), cred: cred, open: k.open,
+		stable: nfs.Unstable, kept: k.slot}
 	w.sending = append(w.sending, e)
 	fs.takeDirtyAlways(ino)
 	fs.markDirty(ino)

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -86,7 +87,7 @@ func allProcs() (all []nfs3.Proc) {
 }
 
 // status returns an answer with status s and without attributes.
-func status(s nfs3.Status) answer {
+func status(s nfs.Status) answer {
 	return func(_ context.Context, m *sunrpc.Message, _ func() error) error {
 		m.Result = append(sunrpc.AppendUint32(m.Result[:0], uint32(s)), make([]byte, 16)...)
 		return nil
@@ -147,7 +148,7 @@ type scriptedEntry struct {
 
 // setDirResult sets the result of READDIR, or of READDIRPLUS without attributes and handles.
 func setDirResult(m *sunrpc.Message, eof bool, entries ...scriptedEntry) {
-	b := sunrpc.AppendUint32(m.Result[:0], uint32(nfs3.OK))
+	b := sunrpc.AppendUint32(m.Result[:0], uint32(nfs.OK))
 	b = sunrpc.AppendBool(b, false)
 	b = append(b, make([]byte, nfs3.CookieVerfSize)...)
 	for _, e := range entries {

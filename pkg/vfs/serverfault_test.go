@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
@@ -97,7 +98,7 @@ func TestInvalidWriteCountFails(t *testing.T) {
 
 // setReadResult sets the result of READ. count may differ from the length of data.
 func setReadResult(m *sunrpc.Message, data []byte, count uint32, eof bool) {
-	b := sunrpc.AppendUint32(m.Result[:0], uint32(nfs3.OK))
+	b := sunrpc.AppendUint32(m.Result[:0], uint32(nfs.OK))
 	b = sunrpc.AppendBool(b, false)
 	b = sunrpc.AppendUint32(b, count)
 	b = sunrpc.AppendBool(b, eof)
@@ -172,7 +173,7 @@ func TestJukeboxRetries(t *testing.T) {
 		nfs3.ProcRemove, nfs3.ProcRmdir, nfs3.ProcRename, nfs3.ProcLink, nfs3.ProcReadDir, nfs3.ProcReadDirPlus,
 		nfs3.ProcFSStat, nfs3.ProcCommit}
 	for _, p := range busy {
-		s.on(times(1, status(nfs3.ErrJukebox)), p)
+		s.on(times(1, status(nfs.ErrJukebox)), p)
 	}
 	run(t, m.dir, "sh", "-ec", `cat file; echo new >file; chmod 600 file; mkdir d; ln -s file l; readlink l
 		ln file h; mkfifo p; mv file d/f; ls d; df . >&2
@@ -193,7 +194,7 @@ func TestJukeboxRetries(t *testing.T) {
 		case waiting <- struct{}{}:
 		default:
 		}
-		return status(nfs3.ErrJukebox)(ctx, m, pass)
+		return status(nfs.ErrJukebox)(ctx, m, pass)
 	}, nfs3.ProcLookup)
 	killBlocked(t, syscall.SIGKILL, waiting, exec.Command("cat", m.path("file")))
 	s.on(nil, nfs3.ProcLookup)
@@ -317,7 +318,7 @@ func TestStaleHandleFails(t *testing.T) {
 func TestReusedHandleIsStale(t *testing.T) {
 	e := startExport(t)
 	for name, change := range map[string]func(attr []byte){
-		"directory type":  func(attr []byte) { binary.BigEndian.PutUint32(attr, uint32(nfs3.NF3DIR)) },
+		"directory type":  func(attr []byte) { binary.BigEndian.PutUint32(attr, uint32(nfs.Directory)) },
 		"another file ID": func(attr []byte) { attr[59] ^= 1 },
 		"unknown type":    func(attr []byte) { binary.BigEndian.PutUint32(attr, 99) },
 	} {

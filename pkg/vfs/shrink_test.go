@@ -10,7 +10,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 )
 
@@ -32,10 +32,10 @@ func fsWithFiles(tb testing.TB, files int) (fs *FS, ids []uint64) {
 	fs.inodes.shrink = func() {}
 	d := &dirHandle{ino: dir}
 	for i := range files {
-		a := nfs3.Attr{Type: nfs3.NF3REG, FileID: uint64(i)}
+		a := nfs.Attr{Type: nfs.Regular, FileID: uint64(i)}
 		var fh [32]byte
 		binary.BigEndian.PutUint64(fh[:], uint64(i))
-		h, err := nfs3.NewFH(fh[:])
+		h, err := nfs.NewHandle(fh[:])
 		must(tb, err)
 		ino := fs.inodes.ref(h, &a)
 		fs.updateAttr(ino, &a, fs.clock.Now())

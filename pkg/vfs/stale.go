@@ -1,6 +1,6 @@
 package vfs
 
-import "github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+import "github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 
 // A call by path can meet a directory whose handle is stale, because the server has another
 // directory at that path now. The daemon returns ESTALE, and the kernel walks the path again with a
@@ -34,12 +34,12 @@ func (fs *FS) missingAtPath(r *request, dir *inode, name string) bool {
 	if !ok || fh == dir.fh {
 		return false
 	}
-	var res nfs3.LookupResult
-	return hasStatus(fs.client.Lookup(r, r.cred, fh, name, &res), nfs3.ErrNoEnt)
+	_, err := fs.server.Lookup(r, r.cred, fh, name)
+	return hasStatus(err, nfs.ErrNoEnt)
 }
 
 // handleAtPath returns the handle of the directory that is now at the path of dir.
-func (fs *FS) handleAtPath(r *request, dir *inode, depth int) (fh nfs3.FH, ok bool) {
+func (fs *FS) handleAtPath(r *request, dir *inode, depth int) (fh nfs.Handle, ok bool) {
 	dir.mu.Lock()
 	found := dir.found
 	dir.mu.Unlock()
@@ -47,11 +47,10 @@ func (fs *FS) handleAtPath(r *request, dir *inode, depth int) (fh nfs3.FH, ok bo
 	if parent == nil || depth >= maxStaleDepth {
 		return fh, false
 	}
-	var res nfs3.LookupResult
-	err := fs.client.Lookup(r, r.cred, parent.fh, found.name, &res)
+	res, err := fs.server.Lookup(r, r.cred, parent.fh, found.name)
 	if isStale(err) {
 		if fh, ok = fs.handleAtPath(r, parent, depth+1); ok {
-			err = fs.client.Lookup(r, r.cred, fh, found.name, &res)
+			res, err = fs.server.Lookup(r, r.cred, fh, found.name)
 		}
 	}
 	return res.FH, err == nil
@@ -59,5 +58,5 @@ func (fs *FS) handleAtPath(r *request, dir *inode, depth int) (fh nfs3.FH, ok bo
 
 // isStale reports whether the server no longer knows the handle of a call.
 func isStale(err error) bool {
-	return hasStatus(err, nfs3.ErrStale) || hasStatus(err, nfs3.ErrBadHandle)
+	return hasStatus(err, nfs.ErrStale) || hasStatus(err, nfs.ErrBadHandle)
 }

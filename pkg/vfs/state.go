@@ -10,13 +10,13 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/share"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 )
 
 // stateSchema is the version of the records below. A change of a record, or of what it means, needs
 // a new version: a daemon leaves mounts with a state of another version alone.
-const stateSchema = 2
+const stateSchema = 3
 
 // Bounds of the records.
 const (
@@ -63,16 +63,16 @@ type mountRecord struct {
 // Counter 0 of a nodeRecord is the number of lookup references of the kernel.
 type nodeRecord struct {
 	id, fileID uint64
-	typ        uint32 // nfs3.FileType, 0 if unknown
+	typ        uint32 // nfs.FileType, 0 if unknown
 	fh         keptHandle
 }
 
 type keptHandle struct {
 	n uint32
-	b [nfs3.FHSize]byte
+	b [nfs.HandleSize]byte
 }
 
-func (k *keptHandle) set(fh *nfs3.FH) { k.n = uint32(copy(k.b[:], fh.Bytes())) }
+func (k *keptHandle) set(fh *nfs.Handle) { k.n = uint32(copy(k.b[:], fh.Bytes())) }
 
 // Counter 0 of a fileRecord is an error of write-behind that the file has not reported.
 type fileRecord struct {
@@ -80,11 +80,12 @@ type fileRecord struct {
 	flags     uint32 // of open(2)
 	releasing uint32 // 1: the kernel has released the file
 	cred      keptCred
+	open      nfs.OpenState
 }
 
 type dirRecord struct {
 	id, node uint64
-	verf     nfs3.Verifier
+	verf     nfs.Verifier
 	cred     keptCred
 }
 
@@ -102,6 +103,7 @@ type extentRecord struct {
 	node, seq, off uint64
 	buffer         uint32
 	cred           keptCred
+	open           nfs.OpenState
 }
 
 // A requestRecord tells what the daemon did for a request without reply.
@@ -347,7 +349,7 @@ func (s *State) firstID() uint64 {
 
 // addNode records a new node with its lookup references. The error means that the table is full.
 // The caller holds inodeTable.mu.
-func (s *State) addNode(ino *inode, attr *nfs3.Attr) (err error) {
+func (s *State) addNode(ino *inode, attr *nfs.Attr) (err error) {
 	if s == nil {
 		return nil
 	}
@@ -384,7 +386,7 @@ func (s *State) addFile(h *fileHandle) (err error) {
 }
 
 func (h *fileHandle) record() fileRecord {
-	r := fileRecord{id: h.id, node: h.ino.id, flags: h.flags}
+	r := fileRecord{id: h.id, node: h.ino.id, flags: h.flags, open: h.open}
 	r.cred.set(h.cred)
 	return r
 }
@@ -428,7 +430,7 @@ func (d *dirHandle) record() dirRecord {
 }
 
 // setVerf records the cookie verifier of an open directory. The caller holds d.mu.
-func (s *State) setVerf(d *dirHandle, verf nfs3.Verifier) {
+func (s *State) setVerf(d *dirHandle, verf nfs.Verifier) {
 	changed := d.verf != verf
 	d.verf = verf
 	if s != nil && changed && d.kept != 0 {
@@ -471,7 +473,7 @@ func (s *State) addExtent(fs *FS, ino *inode, e *extent) {
 	if !ok {
 		return
 	}
-	r := extentRecord{node: ino.id, seq: s.seq.Add(1), off: e.off, buffer: uint32(i)}
+	r := extentRecord{node: ino.id, seq: s.seq.Add(1), off: e.off, buffer: uint32(i), open: e.open}
 	r.cred.set(e.cred)
 	// There are as many records as buffers, and they have memory.
 	e.kept, _ = s.extents.Add(&r, 0)

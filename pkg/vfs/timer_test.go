@@ -6,7 +6,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // TestJukeboxDelayDoubles checks the delays before retries, and that the end of the context ends a
@@ -14,7 +14,7 @@ import (
 func TestJukeboxDelayDoubles(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		fs := &FS{}
-		busy := &nfs3.Error{Status: nfs3.ErrJukebox}
+		busy := &nfs.Error{Status: nfs.ErrJukebox}
 		for try, want := range []time.Duration{
 			100 * time.Millisecond,
 			200 * time.Millisecond,
@@ -36,7 +36,7 @@ func TestJukeboxDelayDoubles(t *testing.T) {
 		if fs.retryJukebox(ctx, busy, 100) || time.Since(start) != time.Second {
 			t.Errorf("delay with a deadline of 1s: got %v, want 1s and no retry", time.Since(start))
 		}
-		if fs.retryJukebox(t.Context(), &nfs3.Error{Status: nfs3.ErrIO}, 0) || fs.retryJukebox(t.Context(), nil, 0) {
+		if fs.retryJukebox(t.Context(), &nfs.Error{Status: nfs.ErrIO}, 0) || fs.retryJukebox(t.Context(), nil, 0) {
 			t.Error("retry without NFS3ERR_JUKEBOX: got true, want false")
 		}
 	})

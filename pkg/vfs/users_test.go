@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/server/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
@@ -168,7 +169,7 @@ func TestCreateOfExistingNameChecksPermission(t *testing.T) {
 				return err
 			}), nil)
 			creates := s.count(nfs3.ProcCreate)
-			s.on(times(1, status(nfs3.ErrNoEnt)), nfs3.ProcLookup)
+			s.on(times(1, status(nfs.ErrNoEnt)), nfs3.ProcLookup)
 			want(t, "open", bob.open(t, m.path(c.name+" new"), c.flags|unix.O_CREAT, 0o644), c.want)
 			if s.count(nfs3.ProcCreate) == creates {
 				t.Error("CREATE calls: got 0, want at least 1")
@@ -193,7 +194,7 @@ func TestCreateOfExistingNameDropsPages(t *testing.T) {
 	m, s := e.mountScripted(t, mountConfig{})
 	wantContent(t, m.path("known"), []byte("old"))
 	must(t, os.WriteFile(filepath.Join(e.dir, "known"), []byte("new"), 0o600))
-	s.on(times(1, status(nfs3.ErrNoEnt)), nfs3.ProcLookup)
+	s.on(times(1, status(nfs.ErrNoEnt)), nfs3.ProcLookup)
 	f, err := os.OpenFile(m.path("new"), os.O_RDONLY|os.O_CREATE, 0o644)
 	must(t, err)
 	defer f.Close()
@@ -548,16 +549,16 @@ func TestRightsOfOpenBelongToTheirReply(t *testing.T) {
 	fs := &FS{opts: Options{NoCTO: true, AcRegMin: time.Minute, AcRegMax: time.Minute}}
 	ino := &inode{id: 2}
 	cred := []byte{1}
-	old := nfs3.Attr{Type: nfs3.NF3REG, Ctime: nfs3.Time3{Sec: 1}}
-	changed := nfs3.Attr{Type: nfs3.NF3REG, Ctime: nfs3.Time3{Sec: 2}}
+	old := nfs.Attr{Type: nfs.Regular, Ctime: nfs.Time{Sec: 1}}
+	changed := nfs.Attr{Type: nfs.Regular, Ctime: nfs.Time{Sec: 2}}
 	for _, c := range []struct {
 		name string
-		a    *nfs3.Attr
+		a    *nfs.Attr
 		want bool
 	}{{"older reply", &old, false}, {"current reply", &changed, true}} {
 		fs.updateAttr(ino, &changed, fs.clock.Now())
 		fs.keepOpener(ino, cred, openRights, c.a, fs.clock.Now())
-		if _, ok := fs.openCached(ino, cred, nfs3.AccessRead); ok != c.want {
+		if _, ok := fs.openCached(ino, cred, nfs.AccessRead); ok != c.want {
 			t.Errorf("open with the rights of the %s: got %v, want %v", c.name, ok, c.want)
 		}
 	}

@@ -3,7 +3,7 @@ package vfs
 import (
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // A program that walks a large directory, for example find(1), du(1) or rsync(1), uses the
@@ -57,7 +57,7 @@ type place struct {
 // A dirWalk is what a directory records for renewals. inode.mu guards it.
 type dirWalk struct {
 	cookies []uint64 // before the entries with the indexes 0, walkChunk, 2*walkChunk, ...
-	verf    nfs3.Verifier
+	verf    nfs.Verifier
 	credit  int
 	last    uint32    // index in the last request
 	at      time.Time // time of the last request
@@ -174,7 +174,7 @@ func (fs *FS) renew(r *request, dir, ino *inode) (ok bool) {
 
 // beginRenewal returns the position from which a READDIRPLUS returns the entry with the index. ok
 // is false if there is no walk, or if another request renews the directory.
-func (ino *inode) beginRenewal(index uint32) (cookie uint64, verf nfs3.Verifier, ok bool) {
+func (ino *inode) beginRenewal(index uint32) (cookie uint64, verf nfs.Verifier, ok bool) {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
 	w, chunk := ino.walk, int(index/walkChunk)

@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -201,9 +202,9 @@ func TestWalkNeedsCachedAttributes(t *testing.T) {
 // refuses the renewals.
 func TestWalkRefusedRenewal(t *testing.T) {
 	_, m, s, names := walkMount(t, 500)
-	s.on(status(nfs3.ErrAcces), nfs3.ProcReadDirPlus)
+	s.on(status(nfs.ErrAcces), nfs3.ProcReadDirPlus)
 	walk(t, m, names)
-	s.on(status(nfs3.ErrBadCookie), nfs3.ProcReadDirPlus)
+	s.on(status(nfs.ErrBadCookie), nfs3.ProcReadDirPlus)
 	walk(t, m, names)
 	if n := m.fs.Counters.Renewals.Load(); n != 0 {
 		t.Errorf("renewals: got %d, want 0", n)
@@ -227,8 +228,8 @@ func TestWalkShortReplies(t *testing.T) {
 
 // TestWalkStartsWithoutVerifier checks the verifier of a renewal from the start of the directory.
 func TestWalkStartsWithoutVerifier(t *testing.T) {
-	dir := &inode{walk: &dirWalk{cookies: []uint64{0, 9}, verf: nfs3.Verifier{1}, credit: walkMax, at: time.Now()}}
-	for index, want := range map[uint32]nfs3.Verifier{0: {}, walkChunk: {1}} {
+	dir := &inode{walk: &dirWalk{cookies: []uint64{0, 9}, verf: nfs.Verifier{1}, credit: walkMax, at: time.Now()}}
+	for index, want := range map[uint32]nfs.Verifier{0: {}, walkChunk: {1}} {
 		if _, verf, ok := dir.beginRenewal(index); !ok || verf != want {
 			t.Errorf("renewal of entry %d: got verifier %v, %v, want %v", index, verf, ok, want)
 		}

@@ -8,7 +8,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // An extent is a range of written bytes in one pool buffer. An extent passes through these states:
@@ -24,9 +24,10 @@ type extent struct {
 	buf     []byte // a pool buffer
 	n       int    // bytes used in buf
 	cred    []byte // of the open file
-	stable  nfs3.StableHow
+	open    nfs.OpenState
+	stable  nfs.Stability
 	started bool // WRITE was sent
-	verf    nfs3.Verifier
+	verf    nfs.Verifier
 	lost    bool // parts were written under different verifiers
 	resent  bool // a replay has sent the data again, or tried to
 	kept    keptSlot
@@ -237,7 +238,7 @@ func (fs *FS) endOfFile(r *request, h *fileHandle) (uint64, error) {
 		return 0, err
 	}
 	end = w.end() // without rejected data; before the GETATTR, because a replay may end meanwhile
-	var a nfs3.Attr
+	var a nfs.Attr
 	if _, err := fs.fetch(r, h.cred, ino, &a); err != nil {
 		return 0, err
 	}
@@ -292,7 +293,7 @@ func (fs *FS) fill(h *fileHandle, off uint64, data []byte, spare *[]byte) (n int
 		if *spare == nil {
 			return 0, false
 		}
-		w.filling = &extent{off: off, buf: *spare, cred: h.cred}
+		w.filling = &extent{off: off, buf: *spare, cred: h.cred, open: h.open}
 		*spare = nil
 		fs.state.addExtent(fs, h.ino, w.filling)
 		fs.markDirty(h.ino)
@@ -306,7 +307,7 @@ func (fs *FS) fill(h *fileHandle, off uint64, data []byte, spare *[]byte) (n int
 		fs.extendSize(h.ino, off+uint64(n))
 	}
 	if n == 0 || e.n == fs.opts.WSize {
-		fs.seal(h.ino, nfs3.Unstable)
+		fs.seal(h.ino, nfs.Unstable)
 	}
 	return n, true
 }
@@ -333,7 +334,7 @@ func (fs *FS) extendSize(ino *inode, end uint64) {
 }
 
 // seal ends the filling extent, which must not be nil, and sends it. The caller holds mu.
-func (fs *FS) seal(ino *inode, stable nfs3.StableHow) {
+func (fs *FS) seal(ino *inode, stable nfs.Stability) {
 	w := ino.wb()
 	e := w.filling
 	w.filling = nil
@@ -349,7 +350,7 @@ func (fs *FS) send(ino *inode, e *extent) {
 	w := ino.wb()
 	bg := background{fs}
 	w.startSend(bg, e)
-	var wcc nfs3.WccData
+	var wcc nfs.Change
 	committed, start, err := fs.writeExtent(bg, ino, e, e.stable, &wcc)
 	if fs.sent(ino, e, &wcc, committed, start, err) {
 		// Commit early, so that buffers return while the writer continues. Otherwise the writer
@@ -371,7 +372,7 @@ func (w *writeback) startSend(ctx context.Context, e *extent) {
 }
 
 // sent records the result of the WRITE of an extent. commit is true when a COMMIT should follow.
-func (fs *FS) sent(ino *inode, e *extent, wcc *nfs3.WccData, committed nfs3.StableHow, start uint64,
+func (fs *FS) sent(ino *inode, e *extent, wcc *nfs.Change, committed nfs.Stability, start uint64,
 	err error) (commit bool) {
 	w := ino.wb()
 	w.mu.Lock()
@@ -381,7 +382,7 @@ func (fs *FS) sent(ino *inode, e *extent, wcc *nfs3.WccData, committed nfs3.Stab
 	switch {
 	case err != nil:
 		fs.drop(ino, e, err)
-	case committed == nfs3.FileSync && !w.overlapsUnstable(e):
+	case committed == nfs.FileSync && !w.overlapsUnstable(e):
 		fs.release(ino, e)
 	default:
 		w.unstable = append(w.unstable, e)
@@ -415,15 +416,16 @@ func (w *writeback) overlapsUnstable(e *extent) bool {
 // writeExtent sends the WRITEs for e and sets its verifier. committed is the lowest stability level
 // of the replies. wcc is that of the last reply, whose call was sent at start. writeExtent holds a
 // slot for WRITE calls during each call, but not while the server is busy.
-func (fs *FS) writeExtent(ctx context.Context, ino *inode, e *extent, stable nfs3.StableHow,
-	wcc *nfs3.WccData) (committed nfs3.StableHow, start uint64, err error) {
-	committed, e.lost = nfs3.FileSync, false
-	var res nfs3.WriteResult
+func (fs *FS) writeExtent(ctx context.Context, ino *inode, e *extent, stable nfs.Stability,
+	wcc *nfs.Change) (committed nfs.Stability, start uint64, err error) {
+	committed, e.lost = nfs.FileSync, false
+	var res nfs.WriteResult
 	var busy busyMark
 	defer fs.clearBusy(ino, &busy)
 	for done, try := 0, 0; done < e.n; {
 		start = fs.clock.Now()
-		err := fs.callWrite(ctx, ino, e, done, stable, &res)
+		var err error
+		res, err = fs.callWrite(ctx, ino, e, done, stable)
 		if fs.retryBusy(ctx, ino, &err, try, &busy) {
 			try++
 			continue
@@ -448,22 +450,22 @@ func (fs *FS) writeExtent(ctx context.Context, ino *inode, e *extent, stable nfs
 
 // callWrite sends one WRITE for e from byte done on. It holds a slot for WRITE calls meanwhile. The
 // error is EINTR when ctx ends before a slot is free.
-func (fs *FS) callWrite(ctx context.Context, ino *inode, e *extent, done int, stable nfs3.StableHow,
-	res *nfs3.WriteResult) error {
+func (fs *FS) callWrite(ctx context.Context, ino *inode, e *extent, done int,
+	stable nfs.Stability) (res nfs.WriteResult, err error) {
 	select {
 	case fs.writeSlots <- struct{}{}:
 	case <-ctx.Done(): // other calls may hold the slots until the server answers
-		return syscall.EINTR
+		return res, syscall.EINTR
 	}
 	defer func() { <-fs.writeSlots }()
-	return fs.client.Write(ctx, e.cred, ino.fh, e.off+uint64(done), e.buf[done:e.n], stable, res)
+	return fs.server.Write(ctx, e.cred, ino.fh, e.open, e.off+uint64(done), e.buf[done:e.n], stable)
 }
 
 // extentWritten counts an extent as known to the server. extentWritten stores the attributes of the
 // last reply only when no other extent was in flight and no other reply arrived in between. The
 // server may execute the calls in another order than it answers them. The caller holds
 // writeback.mu.
-func (fs *FS) extentWritten(ino *inode, wcc *nfs3.WccData, start uint64, err error) {
+func (fs *FS) extentWritten(ino *inode, wcc *nfs.Change, start uint64, err error) {
 	ino.mu.Lock()
 	ino.pending--
 	alone := ino.pending == 0
@@ -474,7 +476,7 @@ func (fs *FS) extentWritten(ino *inode, wcc *nfs3.WccData, start uint64, err err
 	}
 	ino.mu.Unlock()
 	switch {
-	case err != nil, alone && stampOf(&wcc.After) != ino.lastWritten():
+	case err != nil, alone && wcc.After.Stamp() != ino.lastWritten():
 		fs.invalidateAttr(ino) // a WRITE with an earlier reply was executed later
 	case alone:
 		fs.updateWcc(ino, wcc, start, false)
@@ -491,7 +493,7 @@ func (fs *FS) push(ctx context.Context, ino *inode) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.filling != nil {
-		fs.seal(ino, nfs3.Unstable)
+		fs.seal(ino, nfs.Unstable)
 	}
 	last := w.seq
 	for len(w.sending) > 0 && w.sending[0].seq <= last {

@@ -6,7 +6,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // With Options.Writeback, the kernel gathers small writes in its pages and sends them later in
@@ -87,7 +87,7 @@ func (fs *FS) isTimeFlush(ino *inode, in *fuse.SetAttrIn) bool {
 // isLoneFlush reports whether a SETATTR of the mtime without a file is a flush. It is one if the
 // server has the mtime already, or if a name may have changed since the attributes were received.
 // The kernel refuses utimensat(2) of other users than the owner and root.
-func (fs *FS) isLoneFlush(ino *inode, uid uint32, mtime nfs3.Time3) bool {
+func (fs *FS) isLoneFlush(ino *inode, uid uint32, mtime nfs.Time) bool {
 	if ino.hasMtime(mtime) {
 		return true
 	}
@@ -97,7 +97,7 @@ func (fs *FS) isLoneFlush(ino *inode, uid uint32, mtime nfs3.Time3) bool {
 }
 
 // hasMtime reports whether the server has the mtime of a file, as far as this mount knows.
-func (ino *inode) hasMtime(mtime nfs3.Time3) bool {
+func (ino *inode) hasMtime(mtime nfs.Time) bool {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
 	return ino.known && ino.pending == 0 && ino.attr.Mtime == mtime
@@ -112,11 +112,11 @@ func (fs *FS) flushTimes(r *request, ino *inode, in *fuse.SetAttrIn, out *fuse.A
 	if h != nil {
 		cred = h.cred
 	}
-	if set != (nfs3.SetAttr{}) && (h != nil || !ino.hasMtime(set.Mtime)) {
+	if set != (nfs.SetAttr{}) && (h != nil || !ino.hasMtime(set.Mtime)) {
 		if err := fs.push(r, ino); err != nil {
 			return err
 		}
-		var wcc nfs3.WccData
+		var wcc nfs.Change
 		err := fs.setAttrs(r, cred, ino, &set, &wcc)
 		if e := errno(err); e != 0 && e != syscall.EPERM && e != syscall.EACCES && e != syscall.ESTALE {
 			return fs.checkStale(ino, err)

@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 )
@@ -118,7 +119,7 @@ func TestWritebackErrorReportedOnce(t *testing.T) {
 		defer unix.Close(fd)
 		fds = append(fds, fd)
 	}
-	s.on(status(nfs3.ErrNoSpc), nfs3.ProcWrite)
+	s.on(status(nfs.ErrNoSpc), nfs3.ProcWrite)
 	for i := range int64(2) {
 		_, err := unix.Pwrite(fds[0], []byte("lost"), i<<12)
 		must(t, err)

@@ -4,7 +4,7 @@ import (
 	"cmp"
 	"hash/maphash"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // Several WRITEs of a file are in flight at the same time. The server executes them in any order,
@@ -19,45 +19,45 @@ type writeChain struct {
 	// unknown is true when a reply had no attributes from before or after the WRITE. A change by
 	// another client can then not be seen, as in Linux's NFS client.
 	unknown bool
-	sum     uint64 // of the states that occurred an odd number of times
-	last    stamp  // latest state
+	sum     uint64    // of the states that occurred an odd number of times
+	last    nfs.Stamp // latest state
 }
 
 var chainSeed = maphash.MakeSeed()
 
 // contentSum returns a hash of a state without the ctime, which renames and links also change.
-func contentSum(s stamp) uint64 {
-	s.ctime = nfs3.Time3{}
+func contentSum(s nfs.Stamp) uint64 {
+	s.Ctime = nfs.Time{}
 	return maphash.Comparable(chainSeed, s)
 }
 
 // chainWrite adds the reply to a WRITE.
-func (ino *inode) chainWrite(wcc *nfs3.WccData) {
+func (ino *inode) chainWrite(wcc *nfs.Change) {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
 	c := &ino.wb().chain
 	if !c.active {
-		known := stampOf(&ino.attr)
+		known := ino.attr.Stamp()
 		*c = writeChain{active: true, unknown: !ino.known, sum: contentSum(known), last: known}
 	}
 	if !wcc.HasBefore || !wcc.HasAfter {
 		c.unknown = true
 	} else {
-		c.sum ^= contentSum(stampOfWcc(&wcc.Before)) ^ contentSum(stampOf(&wcc.After))
+		c.sum ^= contentSum(wcc.Before) ^ contentSum(wcc.After.Stamp())
 	}
-	if after := stampOf(&wcc.After); wcc.HasAfter && after.compare(c.last) > 0 {
+	if after := wcc.After.Stamp(); wcc.HasAfter && compare(after, c.last) > 0 {
 		c.last = after
 	}
 }
 
 // compare orders the states of a file that only grows.
-func (s stamp) compare(t stamp) int {
-	return cmp.Or(cmp.Compare(s.mtime.Sec, t.mtime.Sec), cmp.Compare(s.mtime.Nsec, t.mtime.Nsec),
-		cmp.Compare(s.size, t.size))
+func compare(s, t nfs.Stamp) int {
+	return cmp.Or(cmp.Compare(s.Mtime.Sec, t.Mtime.Sec), cmp.Compare(s.Mtime.Nsec, t.Mtime.Nsec),
+		cmp.Compare(s.Size, t.Size))
 }
 
 // lastWritten returns the latest state in the replies to the WRITEs of the last chain.
-func (ino *inode) lastWritten() stamp {
+func (ino *inode) lastWritten() nfs.Stamp {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
 	return ino.wb().chain.last
@@ -72,7 +72,7 @@ func (ino *inode) endChain() {
 		return
 	}
 	c.active = false
-	ino.attr.Size, ino.attr.Mtime, ino.attr.Ctime = c.last.size, c.last.mtime, c.last.ctime
+	ino.attr.Size, ino.attr.Mtime, ino.attr.Ctime = c.last.Size, c.last.Mtime, c.last.Ctime
 	if ino.pageStampValid {
 		ino.pageStamp, ino.pageStampValid = c.last, c.unknown || c.sum == contentSum(c.last)
 	}

@@ -107,7 +107,7 @@ func (b bench) mountWith(t *testing.T, change func(*xprt.Config), options func(*
 	if options != nil {
 		options(&opts)
 	}
-	fs, err := vfs.New(ctx, nfs3.NewClient(tr, nfs3.Options{}), root, opts)
+	fs, err := vfs.New(ctx, nfs3.NewServer(nfs3.NewClient(tr, nfs3.Options{})), root, opts)
 	if err != nil {
 		t.Fatal(err)
 	}
