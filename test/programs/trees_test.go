@@ -88,5 +88,5 @@ func TestGoBuild(t *testing.T) {
 	other := s.mount(t)
 	run(t, "", "cmp", want, filepath.Join(other, "project/built"))
 	run(t, filepath.Join(other, "project"), "env", "CGO_ENABLED=0", "GOFLAGS=",
-		"GOCACHE="+filepath.Join(other, "cache"), "go", "vet", "./pkg/nfs3/...")
+		"GOCACHE="+filepath.Join(other, "cache"), "go", "vet", "./pkg/nfs/nfs3/...")
 }

@@ -56,7 +56,7 @@ func start(t *testing.T) *guest {
 	build("first", "cmd/nfsrdmad", "")
 	build("second", "cmd/nfsrdmad", "-s -w") // another file
 	build("load", "test/lab/systemd/load", "")
-	lab.BuildPure(t, "test", "-c", "-o", filepath.Join(share, "nfsd.test"), module+"internal/nfsd")
+	lab.BuildPure(t, "test", "-c", "-o", filepath.Join(share, "nfsd.test"), module+"internal/server/nfsd")
 	root := filepath.Join("..", "..", "..")
 	for name, from := range map[string]string{"nfsrdmad.service": "deploy/systemd/nfsrdmad.service",
 		"nfsrdmad.toml": "configs/nfsrdmad.toml"} {
