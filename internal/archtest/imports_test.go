@@ -44,7 +44,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/server/nlmd", "internal/share pkg/nfs/nfs3 pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc"},
 	{"internal/server/svcrdma", "internal/fairshare pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
 	{"pkg/vfs", "internal/fairqueue internal/loglimit internal/running internal/share pkg/keep/slotfile pkg/fuse/kernel " +
-		"pkg/ledger pkg/membuf pkg/nfs pkg/nfs/nfsacl pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc pkg/vfs/attr"},
+		"pkg/ledger pkg/membuf pkg/nfs pkg/nfs/nfsacl pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc pkg/vfs/attr pkg/vfs/name"},
 	{"pkg/fuse/virtiofs", "pkg/keep/slotfile pkg/fuse/kernel pkg/ledger"},
 	{"pkg/nfs/nlm", "internal/backoff internal/loglimit internal/resvport pkg/sunrpc/rpctcp internal/running " +
 		"internal/share pkg/keep/slotfile pkg/nfs/nfs3 pkg/nfs/mountd pkg/nfs/rangelock pkg/sunrpc"},
@@ -88,7 +88,8 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/screen", ""},
 	{"internal/share", ""},
 	{"internal/verify", ""},
-	{"pkg/vfs/attr", ""},
+	{"pkg/vfs/name", "pkg/nfs pkg/vfs/attr"},
+	{"pkg/vfs/attr", "pkg/nfs"},
 	{"pkg/ledger", ""},
 	{"pkg/nfs/rangelock", ""},
 	{"pkg/rpcrdma", ""},

@@ -3,6 +3,7 @@ package vfs
 import (
 	"context"
 	"errors"
+	"sync"
 	"syscall"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
@@ -19,10 +20,37 @@ import (
 // a server can make the client use for one inode.
 const maxCachedACL = 32
 
-// cachedACLs are the ACLs of an inode at the time when its ctime was ctime.
-type cachedACLs struct {
-	nfsacl.ACLs
-	ctime nfs.Time
+// nodeACLs are the ACLs of a node.
+type nodeACLs struct {
+	mu    sync.Mutex
+	known bool
+	acls  nfsacl.ACLs
+	ctime nfs.Time // of the node at that time
+	// changed is the clock of the last change by this mount that may change the ACLs. Replies to
+	// earlier GETACLs are outdated.
+	changed uint64
+}
+
+// aclsOf returns the ACLs of a node. It makes unknown ones when there are none.
+func aclsOf(ino *inode) *nodeACLs {
+	if c := ino.acls.Load(); c != nil {
+		return c
+	}
+	ino.acls.CompareAndSwap(nil, new(nodeACLs))
+	return ino.acls.Load()
+}
+
+// keepACLs keeps the ACLs of a node after a reply to a change by this mount that does not change them.
+func (ino *inode) keepACLs(ch *nfs.Change) {
+	c := ino.acls.Load()
+	if c == nil || !ch.HasBefore || !ch.HasAfter {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.ctime == ch.Before.Ctime {
+		c.ctime = ch.After.Ctime // a new entry or new data did not change the ACL
+	}
 }
 
 // probeACL asks the server once whether it supports NFSACL. The error is that of the transport.
@@ -165,25 +193,24 @@ func (fs *FS) sharedACLs(ctx context.Context, cred []byte, ino *inode) (nfsacl.A
 
 // cachedACLs returns the ACLs of a node if they are known.
 func (fs *FS) cachedACLs(ino *inode) (acls nfsacl.ACLs, ok bool) {
-	ino.mu.Lock()
-	defer ino.mu.Unlock()
-	if c := ino.acls; c != nil && c.ctime == ino.attr.Ctime && fs.freshLocked(ino) {
-		return c.ACLs, true
+	c, v := ino.acls.Load(), fs.attrs.View(&ino.attr)
+	if c == nil || !v.Fresh {
+		return acls, false
 	}
-	return acls, false
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.acls, c.known && c.ctime == v.Ctime
 }
 
 // askACLs asks the server for the ACLs of a node.
 func (fs *FS) askACLs(ctx context.Context, cred []byte, ino *inode) (nfsacl.ACLs, error) {
 	mask := uint32(nfsacl.MaskAccess | nfsacl.MaskAccessCount)
-	ino.mu.Lock()
-	if ino.isDir() {
+	if ino.attr.IsDir() {
 		mask = nfsacl.MaskAll
 	}
-	ino.mu.Unlock()
 	for try := 0; ; try++ {
 		var attr nfs.PostOpAttr
-		start := fs.clock.Now()
+		start := fs.attrs.Now()
 		acls, err := fs.acl.Get(ctx, cred, ino.fh, mask, &attr)
 		if fs.retryJukebox(ctx, err, try) {
 			continue
@@ -196,11 +223,12 @@ func (fs *FS) askACLs(ctx context.Context, cred []byte, ino *inode) (nfsacl.ACLs
 		}
 		if attr.Present && fs.updateAttr(ino, &attr.Attr, start) &&
 			max(len(acls.Access), len(acls.Default)) <= maxCachedACL {
-			ino.mu.Lock()
-			if start >= ino.aclClock {
-				ino.acls = &cachedACLs{acls, attr.Ctime}
+			c := aclsOf(ino)
+			c.mu.Lock()
+			if start >= c.changed {
+				c.known, c.acls, c.ctime = true, acls, attr.Ctime
 			}
-			ino.mu.Unlock()
+			c.mu.Unlock()
 		}
 		return acls, nil
 	}
@@ -209,9 +237,13 @@ func (fs *FS) askACLs(ctx context.Context, cred []byte, ino *inode) (nfsacl.ACLs
 // dropACLs drops the ACLs of a node after a reply to a call that may have changed them, and makes
 // askACLs ignore replies to calls that were sent before.
 func (fs *FS) dropACLs(ino *inode) {
-	ino.mu.Lock()
-	defer ino.mu.Unlock()
-	ino.acls, ino.aclClock = nil, fs.clock.Tick()
+	if fs.acl == nil {
+		return
+	}
+	c := aclsOf(ino)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.known, c.acls, c.changed = false, nfsacl.ACLs{}, fs.attrs.Tick()
 }
 
 // aclError returns EOPNOTSUPP when the server has stopped to support NFSACL.
@@ -226,9 +258,7 @@ func aclError(err error) error {
 // setACL replaces one ACL of a node. An empty access ACL stands for that of the mode. A server
 // replaces both ACLs of a directory, so the call also contains the other one.
 func (fs *FS) setACL(r *request, ino *inode, name string, acl nfsacl.ACL) error {
-	ino.mu.Lock()
-	dir := ino.isDir()
-	ino.mu.Unlock()
+	dir := ino.attr.IsDir()
 	if name == nfsacl.XattrDefault && !dir {
 		if len(acl) == 0 {
 			return nil
@@ -264,7 +294,7 @@ func (fs *FS) setACLs(r *request, ino *inode, acls *nfsacl.ACLs, owner nfsacl.Ow
 	fs.invalidateAttr(ino)
 	for try := 0; ; try++ {
 		var attr nfs.PostOpAttr
-		start := fs.clock.Now()
+		start := fs.attrs.Now()
 		err := fs.acl.Set(r, r.cred, ino.fh, acls, owner, &attr)
 		fs.dropACLs(ino)
 		if fs.retryJukebox(r, err, try) {
@@ -275,10 +305,8 @@ func (fs *FS) setACLs(r *request, ino *inode, acls *nfsacl.ACLs, owner nfsacl.Ow
 			fs.invalidateAttr(ino)
 			return fs.checkStale(ino, aclError(err))
 		}
-		ino.mu.Lock()
-		ino.newEpoch(fs)
-		ino.mu.Unlock()
-		fs.updateWcc(ino, &nfs.Change{HasAfter: attr.Present, After: attr.Attr}, start, true)
+		fs.attrs.NewEpoch(&ino.attr)
+		fs.updateChange(ino, &nfs.Change{HasAfter: attr.Present, After: attr.Attr}, start, true)
 		return nil
 	}
 }

@@ -1,7 +1,6 @@
 package vfs
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"sync"
@@ -16,8 +15,6 @@ import (
 // the entries that it returns, several at a time. A request for an ACL that is being fetched waits
 // for this call instead of making another one.
 const (
-	// aclAheadStart is the number of requests for ACLs after which ACLs are fetched ahead.
-	aclAheadStart = 16
 	// aclAheadCalls is the number of GETACLs in flight.
 	aclAheadCalls = 8
 	// aclAheadMax bounds the nodes whose ACLs will be fetched.
@@ -57,35 +54,15 @@ func (c *aclCalls) end(ino *inode) {
 
 // countACL records a request for the ACL of ino at the directory that listed ino.
 func (fs *FS) countACL(ino *inode, cred []byte) {
-	ino.mu.Lock()
-	at := ino.place.dir
-	ino.mu.Unlock()
-	if at == 0 {
-		return
-	}
-	if dir := fs.inodes.get(at); dir != nil {
-		dir.mu.Lock()
-		if w, now := dir.walk, time.Now(); w != nil {
-			if now.Sub(w.aclAt) > walkPause {
-				w.acls = 0
-			}
-			w.acls++
-			w.aclAt, w.aclCred = now, cred
-		}
-		dir.mu.Unlock()
+	if dir := fs.inodes.get(ino.dir.Place().Dir); dir != nil {
+		dir.dir.CountACL(cred)
 	}
 }
 
 // wantsACLs reports whether a program with the credential cred asks for the ACLs of the entries of
 // dir.
 func (fs *FS) wantsACLs(dir *inode, cred []byte) bool {
-	if fs.acl == nil || fs.opts.NoAC {
-		return false
-	}
-	dir.mu.Lock()
-	defer dir.mu.Unlock()
-	w := dir.walk
-	return w != nil && w.acls >= aclAheadStart && time.Since(w.aclAt) <= walkPause && bytes.Equal(w.aclCred, cred)
+	return fs.acl != nil && !fs.opts.NoAC && dir.dir.WantsACLs(cred)
 }
 
 // An aclsAhead fetches ACLs before a program asks for them.

@@ -11,6 +11,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/name"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
@@ -99,7 +100,7 @@ func TestACLsAreFetchedAhead(t *testing.T) {
 		t.Errorf("list without ACLs: got %d GETACLs, want none", len(asked)+len(ahead))
 	}
 	list(func(names []string) {
-		for _, name := range names[:min(len(names), aclAheadStart)] {
+		for _, name := range names[:min(len(names), name.ACLsStart)] {
 			if _, err := unix.Lgetxattr(m.path("d/"+name), nfsacl.XattrAccess, nil); err != unix.ENODATA {
 				t.Fatalf("getxattr %s: got %v, want ENODATA", name, err)
 			}

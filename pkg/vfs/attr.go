@@ -10,7 +10,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
-	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 )
 
 // statBlock is the unit of st_blocks in bytes (stat(2)).
@@ -54,175 +53,26 @@ func (fs *FS) fillAttr(ino *inode, out *fuse.Attr, a *nfs.Attr) {
 	}
 }
 
-// updateAttr stores attributes from a reply whose call was sent at start. updateAttr returns false
-// and stores nothing in three cases: the node was changed or updated after start, so that the newer
-// state is unknown; the node has data that the server does not have; or the attributes describe
-// another object. When the attributes show a change by another client, the cached pages of a file
-// become stale, and the cached names of a directory expire.
+// updateAttr is attr.Cache.Update. When another client changed a directory, its names expire.
 func (fs *FS) updateAttr(ino *inode, a *nfs.Attr, start uint64) bool {
-	ino.mu.Lock()
-	stored, expired := fs.updateAttrLocked(ino, a, start)
-	ino.mu.Unlock()
-	fs.expireNames(ino, expired)
+	stored, foreign := fs.attrs.Update(&ino.attr, a, start)
+	if foreign {
+		fs.expireAll(ino)
+	}
 	return stored
 }
 
-// updateAttrLocked is updateAttr for callers that hold ino.mu. They pass expired to expireNames
-// afterwards.
-func (fs *FS) updateAttrLocked(ino *inode, a *nfs.Attr, start uint64) (stored bool, expired map[string]cachedName) {
-	if start < ino.changeClock || ino.pending > 0 || ino.isOtherObjectLocked(a) {
-		return false, nil
-	}
-	next := a.Stamp()
-	changed := ino.known && ino.attr.Stamp() != next
-	foreign := ino.known && fs.changedByOther(ino, ino.attr.Stamp(), next)
-	if foreign && a.Type == nfs.Directory {
-		ino.newEpoch(fs)
-		expired = ino.takeNamesLocked()
-	}
-	if ino.pageStampValid {
-		ino.pageStampValid = !fs.changedByOther(ino, ino.pageStamp, next)
-		ino.pageStamp = next
-	}
-	fs.ageLocked(ino, a, changed)
-	ino.attr, ino.known, ino.valid = *a, true, true
-	ino.receivedAt, ino.requestClock = attr.Now(), start
-	if ino.silly != nil && ino.attr.Nlink > 0 {
-		ino.attr.Nlink-- // do not count the hidden name
-	}
-	ino.size, ino.sizeUnknown = a.Size, false
-	ino.changeClock = fs.clock.Tick()
-	return true, expired
-}
-
-// ageLocked sets how long the new attributes a may be cached, as Linux's NFS client does
-// (nfs_update_inode). The time is the minimum after a change, and doubles while the object stays
-// the same for that time. The caller holds ino.mu.
-func (fs *FS) ageLocked(ino *inode, a *nfs.Attr, changed bool) {
-	minAge, maxAge := fs.opts.AcRegMin, fs.opts.AcRegMax
-	if a.Type == nfs.Directory {
-		minAge, maxAge = fs.opts.AcDirMin, fs.opts.AcDirMax
-	}
-	at := attr.Now()
-	switch {
-	case !ino.known || changed:
-		ino.ttl, ino.ttlSetAt = minAge, at
-	case at.Sub(ino.ttlSetAt) >= ino.ttl:
-		ino.ttl, ino.ttlSetAt = min(2*max(ino.ttl, minAge), maxAge), at
+// updateChange is attr.Cache.Changed. When another client changed a directory, its names expire.
+func (fs *FS) updateChange(ino *inode, ch *nfs.Change, start uint64, alone bool) {
+	foreign := fs.attrs.Changed(&ino.attr, ch, start, alone)
+	ino.keepACLs(ch)
+	if foreign {
+		fs.expireAll(ino)
 	}
 }
 
-// mayHaveSetID reports whether the file had a set-user-ID or set-group-ID bit when its attributes
-// were last known.
-func (ino *inode) mayHaveSetID() bool {
-	ino.mu.Lock()
-	defer ino.mu.Unlock()
-	return ino.attr.Mode&(syscall.S_ISUID|syscall.S_ISGID) != 0
-}
-
-// invalidateAttr marks the attributes as outdated because the node is being changed. updateAttr
-// then refuses replies to calls that were sent before.
-func (fs *FS) invalidateAttr(ino *inode) {
-	ino.mu.Lock()
-	defer ino.mu.Unlock()
-	ino.invalidateLocked(fs)
-}
-
-func (ino *inode) invalidateLocked(fs *FS) {
-	ino.valid, ino.unsent = false, false
-	ino.changeClock = fs.clock.Tick()
-}
-
-// setSent records that the kernel gets the attributes a.
-func (ino *inode) setSent(a *nfs.Attr) {
-	ino.mu.Lock()
-	defer ino.mu.Unlock()
-	ino.sent = a.Stamp()
-}
-
-// takeUnsent returns attributes that came with the reply to a change by this mount and that the
-// kernel does not have yet. The kernel requests the attributes because of that change. left is how
-// long the kernel may cache the attributes. ok is false when the node has no such attributes.
-// takeUnsent returns them once, so a second request sends a GETATTR to the server.
-func (fs *FS) takeUnsent(ino *inode, a *nfs.Attr) (left time.Duration, ok bool) {
-	ino.mu.Lock()
-	defer ino.mu.Unlock()
-	sent := !ino.unsent
-	ino.unsent = false
-	left = ino.ttl - attr.Now().Sub(ino.receivedAt)
-	if sent || !ino.valid || ino.pending > 0 || ino.requestClock < fs.lastUnseenChange(ino) || left <= 0 ||
-		fs.opts.NoAC {
-		return 0, false
-	}
-	*a = ino.attr
-	return left, true
-}
-
-// updateWcc stores the attributes in the reply to a change by this mount (RFC 1813 §2.6). alone
-// means that this mount had no other change of the object in flight. Only then do the attributes
-// before the call show changes by other clients. A change by this mount alone keeps cached pages,
-// names, and the age of the attributes.
-func (fs *FS) updateWcc(ino *inode, wcc *nfs.Change, start uint64, alone bool) {
-	ino.mu.Lock()
-	own := fs.ownChangeLocked(ino, wcc, alone)
-	if own && wcc.HasAfter {
-		ino.attr.Size, ino.attr.Mtime, ino.attr.Ctime = wcc.After.Size, wcc.After.Mtime, wcc.After.Ctime
-	}
-	if ino.pageStampValid {
-		ino.pageStampValid = own
-		if wcc.HasAfter {
-			ino.pageStamp = wcc.After.Stamp()
-		}
-	}
-	if c := ino.acls; c != nil && wcc.HasBefore && wcc.HasAfter && c.ctime == wcc.Before.Ctime {
-		c.ctime = wcc.After.Ctime // a new entry or new data did not change the ACL
-	}
-	stored := false
-	var expired map[string]cachedName
-	if wcc.HasAfter {
-		stored, expired = fs.updateAttrLocked(ino, &wcc.After, start)
-	}
-	if ino.unsent = stored; !stored {
-		ino.invalidateLocked(fs)
-	}
-	ino.mu.Unlock()
-	fs.expireNames(ino, expired)
-}
-
-// sawChange records that the attributes of a node, from the reply to a call sent at start, include
-// all renames of this mount until the clock seen.
-func (ino *inode) sawChange(start, seen uint64) {
-	ino.mu.Lock()
-	defer ino.mu.Unlock()
-	if ino.requestClock == start {
-		ino.requestClock = seen
-	}
-}
-
-// updateCommitted stores the attributes in the reply to a COMMIT, which changes no attribute.
-func (fs *FS) updateCommitted(ino *inode, wcc *nfs.Change, start uint64) {
-	stored := wcc.HasAfter && fs.updateAttr(ino, &wcc.After, start)
-	ino.mu.Lock()
-	defer ino.mu.Unlock()
-	if ino.unsent = stored && ino.valid; !stored {
-		ino.invalidateLocked(fs)
-	}
-}
-
-// ownChangeLocked reports whether the reply to a change by this mount shows no change by another
-// client before it. A file without attributes from before the call counts as unchanged, and a
-// directory counts as changed, as in Linux's NFS client. The caller holds ino.mu.
-func (fs *FS) ownChangeLocked(ino *inode, wcc *nfs.Change, alone bool) bool {
-	switch {
-	case !ino.known:
-		return false
-	case !wcc.HasBefore:
-		return !ino.isDir()
-	case !alone:
-		return true
-	}
-	return !fs.changedByOther(ino, ino.attr.Stamp(), wcc.Before)
-}
+// invalidateAttr marks the attributes as outdated because the node is being changed.
+func (fs *FS) invalidateAttr(ino *inode) { fs.attrs.Invalidate(&ino.attr) }
 
 // fetchTries is the number of GETATTR calls while other calls keep changing the node.
 const fetchTries = 3
@@ -231,20 +81,16 @@ const fetchTries = 3
 // when other calls of this mount kept changing the node: the attributes must then not be cached.
 func (fs *FS) fetch(ctx context.Context, cred []byte, ino *inode, a *nfs.Attr) (cacheable bool, err error) {
 	for range fetchTries {
-		start := fs.clock.Now()
+		start := fs.attrs.Now()
 		if err := fs.getAttr(ctx, cred, ino, a); err != nil {
 			return false, err
 		}
 		if fs.updateAttr(ino, a, start) {
-			ino.mu.Lock()
-			*a = ino.attr
-			ino.mu.Unlock()
+			*a, _ = ino.attr.Attr()
 			return true, nil
 		}
 	}
-	ino.mu.Lock()
-	a.Size = max(a.Size, ino.size)
-	ino.mu.Unlock()
+	a.Size = max(a.Size, fs.attrs.View(&ino.attr).Written)
 	return false, nil
 }
 
@@ -255,31 +101,12 @@ func (fs *FS) getAttr(ctx context.Context, cred []byte, ino *inode, a *nfs.Attr)
 		if fs.retryJukebox(ctx, err, try) {
 			continue
 		}
-		if err == nil && ino.isOtherObject(a) {
+		if err == nil && ino.attr.IsOther(a) {
 			fs.dropStale(ino)
 			return syscall.ESTALE // the server reused the handle for another object
 		}
 		return fs.checkStale(ino, err)
 	}
-}
-
-// attrTimeout returns how long the kernel may cache attributes that were just stored.
-func (fs *FS) attrTimeout(ino *inode) time.Duration {
-	if fs.opts.NoAC {
-		return 0
-	}
-	ino.mu.Lock()
-	defer ino.mu.Unlock()
-	if !ino.valid {
-		return 0
-	}
-	return ino.ttl
-}
-
-// freshLocked reports whether the cached attributes may be used without asking the server. The
-// caller holds ino.mu.
-func (fs *FS) freshLocked(ino *inode) bool {
-	return ino.valid && !fs.opts.NoAC && attr.Now().Sub(ino.receivedAt) < ino.ttl
 }
 
 func hasStatus(err error, s nfs.Status) bool {
@@ -312,7 +139,7 @@ func (fs *FS) checkStale(ino *inode, err error) error {
 func (fs *FS) dropStale(ino *inode) {
 	fs.Counters.Stale.Add(1)
 	fs.inodes.stale(ino)
-	fs.lookups.clear()
+	fs.names.ForgetAnswers()
 	fs.invalidateAttr(ino)
 }
 

@@ -304,13 +304,11 @@ func (fs *FS) writeThroughOnce(r *request, h *fileHandle, off uint64, data []byt
 	defer fs.buffers.Put(buf)
 	e := extent{off: off, buf: buf, cred: h.cred, open: h.open}
 	e.n = copy(buf[:fs.opts.WSize], data)
-	ino.mu.Lock()
-	ino.pending++
-	ino.mu.Unlock()
-	start := fs.clock.Now()
+	ino.attr.BeginWrite()
+	start := fs.attrs.Now()
 	res, err := fs.callWrite(r, ino, &e, 0, nfs.FileSync)
 	if err == nil {
-		ino.chainWrite(&res.Change)
+		ino.attr.Wrote(&w.chain, &res.Change)
 	}
 	if err == nil && res.Committed != nfs.FileSync {
 		// RFC 1813 §3.3.7
@@ -319,7 +317,7 @@ func (fs *FS) writeThroughOnce(r *request, h *fileHandle, off uint64, data []byt
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if err == nil {
-		fs.extendSize(ino, off+uint64(res.Count))
+		fs.attrs.Extend(&ino.attr, off+uint64(res.Count))
 		fs.Counters.SentBytes.Add(uint64(res.Count))
 		fs.progress.Add(1)
 	}

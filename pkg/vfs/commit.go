@@ -129,14 +129,14 @@ func (fs *FS) commitAs(ctx context.Context, cred []byte, ino *inode) (nfs.Commit
 	defer fs.clearBusy(ino, &busy)
 	for try := 0; ; try++ {
 		fs.Counters.Commits.Add(1)
-		start := fs.clock.Now()
+		start := fs.attrs.Now()
 		// Offset 0 and count 0 mean the whole file (RFC 1813 §3.3.21).
 		res, err := fs.server.Commit(ctx, cred, ino.fh, 0, 0)
 		if fs.retryBusy(ctx, ino, &err, try, &busy) {
 			continue
 		}
 		if err == nil {
-			fs.updateCommitted(ino, &res.Change, start)
+			fs.attrs.Committed(&ino.attr, &res.Change, start)
 		}
 		return res, err
 	}
@@ -200,7 +200,7 @@ func (fs *FS) replay(ctx context.Context, ino *inode, stable nfs.Stability) erro
 		case stable == nfs.FileSync && committed == nfs.FileSync:
 			fs.releaseExtents(ino, []*extent{e})
 		}
-		fs.updateWcc(ino, &wcc, start, false)
+		fs.updateChange(ino, &wcc, start, false)
 	}
 	return nil
 }

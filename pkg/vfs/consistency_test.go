@@ -47,6 +47,7 @@ func TestAttributeAge(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				fs := &FS{opts: DefaultOptions()}
+				fs.setCaches()
 				ino := &inode{id: 2}
 				a := nfs.Attr{Type: tt.typ, FileID: 1}
 				for i, s := range tt.steps {
@@ -63,12 +64,12 @@ func TestAttributeAge(t *testing.T) {
 					}
 					wcc.After = a
 					if s.change == "" || s.change == "other" {
-						fs.updateAttr(ino, &a, fs.clock.Now())
+						fs.updateAttr(ino, &a, fs.attrs.Now())
 					} else {
-						fs.updateWcc(ino, &wcc, fs.clock.Now(), true)
+						fs.updateChange(ino, &wcc, fs.attrs.Now(), true)
 					}
-					if ino.ttl != s.want {
-						t.Errorf("step %d: got %v, want %v", i, ino.ttl, s.want)
+					if got := fs.attrs.View(&ino.attr).TTL; got != s.want {
+						t.Errorf("step %d: got %v, want %v", i, got, s.want)
 					}
 				}
 			})
@@ -409,11 +410,7 @@ func (e *export) awaitTick(t *testing.T) {
 // awaitExpiry waits until the kernel has all notifications.
 func (m *testMount) awaitExpiry(t *testing.T) {
 	t.Helper()
-	if !eventually(func() bool {
-		m.fs.expiry.mu.Lock()
-		defer m.fs.expiry.mu.Unlock()
-		return !m.fs.expiry.running
-	}) {
+	if !eventually(func() bool { return !m.fs.expiry.Running() }) {
 		t.Fatal("notifications did not end")
 	}
 }

@@ -60,10 +60,8 @@ func (fs *FS) createNew(r *request, dir *inode, in *fuse.CreateIn, name string, 
 // openNew opens a file that this call created. Its mode does not restrict this open (open(2)).
 func (fs *FS) openNew(r *request, made created, flags uint32, out *fuse.OpenOut) error {
 	ino := made.ino
-	ino.mu.Lock()
-	a, valid := ino.attr, ino.valid
-	ino.mu.Unlock()
-	unchanged := fs.revalidate(ino, &a, valid)
+	v := fs.attrs.View(&ino.attr)
+	unchanged := fs.revalidate(ino, &v.Attr, v.Valid)
 	fs.inodes.openFile(ino) // the kernel holds the directory's lock, so no removal can run
 	id, err := fs.newFile(r, ino, flags, made.open)
 	if err != nil {
@@ -87,11 +85,9 @@ func (fs *FS) openExisting(r *request, ino *inode, flags uint32, out *fuse.Creat
 		fs.inodes.forget(ino.id, 1)
 		return err
 	}
-	ino.mu.Lock()
-	a, valid := ino.attr, ino.valid
-	a.Size = ino.size
-	ino.mu.Unlock()
-	fs.fillEntryAttr(ino, &a, valid, &out.EntryOut)
+	v := fs.attrs.View(&ino.attr)
+	v.Attr.Size = v.Written
+	fs.fillEntryAttr(ino, &v.Attr, v.Valid, &out.EntryOut)
 	return nil
 }
 

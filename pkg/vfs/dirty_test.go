@@ -90,6 +90,7 @@ func bareFS(s *memServer, pool *membuf.Pool, opts Options) *FS {
 	fs := &FS{server: nfs3.NewServer(nfs3.NewClient(s, nfs3.Options{})), opts: opts, buffers: pool,
 		writeSlots: make(chan struct{}, opts.MaxWrites), aborted: make(chan struct{}),
 		closed: make(chan struct{})}
+	fs.setCaches()
 	fs.dirty.inodes = make(map[*inode]*dirtyFile)
 	return fs
 }
@@ -174,7 +175,8 @@ func TestExpiryOfHungServer(t *testing.T) {
 		fs := bareFS(s, testPool(t, 16),
 			Options{DirtyExpire: time.Second, Lost: func(l Loss) { lost = append(lost, l) }})
 		a, b := openFile(2), openFile(3)
-		a.ino.attr.FileID, b.ino.attr.FileID = 20, 30
+		a.ino.attr.Restore(nfs.Regular, 20)
+		b.ino.attr.Restore(nfs.Regular, 30)
 		writeTo(fs, a, 10, 100)
 		time.Sleep(time.Minute)
 		writeTo(fs, a, 1000, 7) // stays in the filling extent: a flush of the file is running

@@ -17,16 +17,15 @@
 //	inode.go      the inode table: node number, file handle, lookup count
 //	handlemap.go  nodes by file handle
 //	shrink.go     memory that is returned after the kernel forgot many nodes
-//	attr.go       attributes: conversion, age, weak cache consistency (RFC 1813 §2.6, §3.3.1)
+//	attr.go       attributes: conversion, GETATTR (RFC 1813 §3.3.1), stale nodes; package attr has what is
+//	              known of them
 //	pagecache.go  when the kernel drops cached pages
-//	namecache.go  when cached names expire
 //	stale.go      names in stale directories
 //	acl.go        POSIX ACLs (NFSACL), the umask
 //	aclahead.go   ACLs of files that a program lists, before it asks for them
 //	nodes.go      GETATTR, SETATTR, ACCESS, READLINK, FSSTAT
 //	names.go      LOOKUP and the procedures that make names (RFC 1813 §3.3.3, §3.3.8 to §3.3.11, §3.3.15)
-//	lookupcache.go names that a user may use without a LOOKUP
-//	soleuser.go   names that the kernel keeps while one user uses the mount
+//	lookupcache.go lookups without a LOOKUP; package name has what is known of names
 //	remove.go     REMOVE, RMDIR, RENAME, and the renaming of open files ("silly rename")
 //	openremove.go the order of an open and a concurrent removal of the same file
 //	file.go       open, flush, fsync, release: close-to-open consistency
@@ -64,7 +63,7 @@
 // No user gets data or names with the rights of another user. Each open asks the server (ACCESS)
 // for the rights of its user before it uses cached pages. Each use of a name is answered by the
 // server for this user, or from the name cache when the server has let this user search the
-// directory (lookupcache.go, and soleuser.go for an exception). Besides, the kernel checks mode
+// directory (package name). Besides, the kernel checks mode
 // bits (default_permissions): both must allow an access. FIFOs, sockets, device files, chdir(2) and
 // access(2) cause no call, so only mode bits protect them.
 //
@@ -111,19 +110,19 @@
 //
 // # Locks
 //
-// lookupCache.mu, credentials.mu, nameExpiry.mu and busyReads.mu each guard their fields.
+// credentials.mu and busyReads.mu each guard their fields.
 // reclaimer.mu guards its fields, and is held while reclaim takes FS.dirty.
 //
-// inodeTable.mu guards the maps, lookup counts, open counts and removals in flight. inode.mu guards
-// one node's attributes. State.mu guards the records of requests. writeback.mu guards the extents
-// of one node. interrupts.mu guards the active requests. handleLocks.mu guards the
-// lock owners of one open file. reopens.mu, aclCalls, aclsAhead, FS.handles and FS.dirty each guard
-// one table. DirtyTotal.mu guards the bytes of several FSs. Code that may panic unlocks with defer.
+// inodeTable.mu guards the maps, lookup counts, open counts and removals in flight. attr.State,
+// attr.Rights, name.Dir and nodeACLs of a node have locks. State.mu guards the records of requests.
+// writeback.mu guards the extents of one node. interrupts.mu guards the active requests.
+// handleLocks.mu guards the lock owners of one open file. reopens.mu, aclCalls, aclsAhead, FS.handles
+// and FS.dirty each guard one table. DirtyTotal.mu guards the bytes of several FSs. Code that may
+// panic unlocks with defer.
 //
 // dirHandle.mu serializes the reads of one open directory. No other lock is held during an RPC.
 // Server.mu is held during umount(2), which may wait for the server. Only unmounts take Server.mu.
 //
-// Lock writeback.mu before FS.handles, FS.dirty and inode.mu, FS.dirty before DirtyTotal.mu,
-// inodeTable.mu and FS.handles before inode.mu, and inodeTable.mu and inode.mu before
-// lookupCache.mu. Take each other lock alone.
+// Lock writeback.mu before FS.handles, FS.dirty and attr.State, FS.dirty before DirtyTotal.mu, and
+// inodeTable.mu and FS.handles before attr.State and name.Dir. Take each other lock alone.
 package vfs

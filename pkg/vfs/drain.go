@@ -185,9 +185,8 @@ func (fs *FS) recordLoss(ino *inode, e *extent) {
 }
 
 func (fs *FS) lossOf(ino *inode) Loss {
-	ino.mu.Lock()
-	defer ino.mu.Unlock()
-	return Loss{FileID: ino.attr.FileID, Handle: ino.fh.String()}
+	a, _ := ino.attr.Attr()
+	return Loss{FileID: a.FileID, Handle: ino.fh.String()}
 }
 
 func (fs *FS) reportLoss(l Loss) {

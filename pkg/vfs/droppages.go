@@ -13,10 +13,7 @@ func (p pageRange) empty() bool { return p.off == p.end }
 // dropPages makes the kernel drop its cached pages of a rejected extent, as Linux's NFS client
 // does. Reads then return the server's data. The caller holds writeback.mu.
 func (fs *FS) dropPages(ino *inode, e *extent) {
-	ino.mu.Lock()
-	ino.sizeUnknown = true
-	ino.mu.Unlock()
-	fs.invalidateAttr(ino)
+	fs.attrs.Rejected(&ino.attr)
 	fs.dropRange(ino, pageRange{e.off, e.end()})
 }
 
@@ -27,10 +24,7 @@ func (fs *FS) dropPages(ino *inode, e *extent) {
 // kernel's background requests, and a READ that holds the pages can wait for these requests.
 func (fs *FS) dropWritten(r *request, h *fileHandle, flags uint32, p pageRange) {
 	ino, w := h.ino, h.ino.wb()
-	ino.mu.Lock()
-	cached := ino.buffered && fs.explicitPages()
-	ino.mu.Unlock()
-	if !cached {
+	if !fs.explicitPages() || !fs.attrs.View(&ino.attr).Buffered {
 		return
 	}
 	w.mu.Lock()

@@ -55,9 +55,7 @@ func (fs *FS) makeFile(ino *inode, cred []byte, flags uint32) *fileHandle {
 		writable: flags&syscall.O_ACCMODE != syscall.O_RDONLY, direct: fs.direct(flags)}
 	h.watched = fs.explicitPages() && flags&syscall.O_ACCMODE != syscall.O_WRONLY && !h.direct
 	if !h.direct {
-		ino.mu.Lock()
-		ino.buffered = true
-		ino.mu.Unlock()
+		ino.attr.Buffer()
 	}
 	if w := ino.data.Load(); w != nil {
 		w.mu.Lock()
@@ -82,7 +80,7 @@ func (fs *FS) pin(r *request, ino *inode) (removed bool, err error) {
 }
 
 func (fs *FS) unpin(ino *inode) {
-	if fs.inodes.closeFile(ino) == 0 && ino.sillyName() != nil {
+	if fs.inodes.closeFile(ino) == 0 && ino.silly.Load() != nil {
 		// The request must not wait for a server that does not answer: an unmount waits for the
 		// request.
 		fs.spawn(func() { fs.removeSilly(background{fs}, ino) })
@@ -168,13 +166,7 @@ func (fs *FS) openPinned(r *request, ino *inode, flags uint32, out *fuse.OpenOut
 		return err
 	}
 	unchanged := fs.revalidate(ino, &o.attr, o.cacheable)
-	ino.mu.Lock()
-	outdated := ino.sent != o.attr.Stamp()
-	if outdated {
-		ino.unsent = ino.valid
-	}
-	ino.mu.Unlock()
-	if outdated {
+	if ino.attr.OfferNewer(&o.attr) {
 		fs.dropAttr(ino)
 	}
 	out.OpenFlags = fs.openFlags(flags, unchanged)
@@ -199,7 +191,7 @@ func (fs *FS) checkOpen(r *request, ino *inode, want uint32) (o opening, err err
 		}
 		ask = openRights
 	}
-	start := fs.clock.Now()
+	start := fs.attrs.Now()
 	res, err := fs.askRights(r, ino, func() (nfs.OpenResult, error) {
 		return fs.server.Open(r, r.cred, ino.fh, ask)
 	})

@@ -18,6 +18,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/name"
 )
 
 // LookupCache selects the directory entries that may be cached (nfs(5), lookupcache).
@@ -165,14 +166,14 @@ type FS struct {
 	creds      *credentials
 	inodes     inodeTable
 	interrupts interrupts
-	clock      attr.Clock
-	lookups    lookupCache
-	users      soleUser
+	attrs      attr.Cache
+	names      name.Table
+	users      name.SoleUser
 	mountDir   atomic.Pointer[string] // path of the mount point
 	busyReads  busyReads
 	device     atomic.Pointer[kernel.Device] // nil before the mount
 	expireOnly atomic.Bool                   // the kernel can expire names
-	expiry     nameExpiry
+	expiry     name.Expiry
 
 	handles struct {
 		sync.Mutex
@@ -216,6 +217,7 @@ func New(ctx context.Context, server nfs.Server, root nfs.Handle, opts Options) 
 	fs := &FS{RawFileSystem: fuse.NewDefaultRawFileSystem(), server: server, opts: opts, state: opts.State,
 		buffers: opts.Buffers, writeSlots: make(chan struct{}, opts.MaxWrites), aborted: make(chan struct{}),
 		closed: make(chan struct{})}
+	fs.setCaches()
 	fs.creds = newCredentials(&fs.Counters, opts.Warn)
 	fs.creds.guest = opts.Guest
 	fs.handles.files, fs.handles.dirs = make(map[uint64]*fileHandle), make(map[uint64]*dirHandle)
@@ -226,8 +228,10 @@ func New(ctx context.Context, server nfs.Server, root nfs.Handle, opts Options) 
 	fs.handles.last = fs.state.firstID()
 	fs.state.warnOfUsers(opts.Warn)
 	rootInode := &inode{id: fuse.FUSE_ROOT_ID, fh: root}
+	rootInode.attr.Root = true
 	fs.inodes.init(rootInode, fs.state)
 	fs.inodes.noRecord = fs.nodeWithoutRecord
+	fs.inodes.forgotten = func(ino *inode) { fs.names.Forget(&ino.dir) }
 	fs.inodes.shrink = func() { fs.spawn(fs.shrinkTables) }
 
 	cred := fs.creds.encode(0, 0, nil)

@@ -4,12 +4,12 @@ import (
 	"sync"
 	"sync/atomic"
 	"syscall"
-	"time"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/name"
 )
 
 // An inode is an object of the server that the kernel knows or that is open.
@@ -27,46 +27,15 @@ type inode struct {
 	hidden         int32 // hidden names in this directory, each of an open file that was removed
 	hiddenRemovals int32 // hidden names whose files were closed and that are being removed
 
-	// A mount can have millions of nodes, and most are only looked up. What few of them need is
-	// behind a pointer, and small fields are side by side.
-	mu    sync.Mutex
-	known bool // attr was set at least once
-	valid bool // attr is not known to be outdated
-	// sizeUnknown is true after the server rejected data, until the next attributes. size may then
-	// be too large.
-	sizeUnknown bool
-	// unsent is true when attr came with the reply to a change by this mount, or with a renewal
-	// (walk.go), and the kernel does not have it yet.
-	unsent bool
-	// pageStamp is known, and no other client is known to have changed the file
-	pageStampValid bool
-	buffered       bool     // was opened for I/O through the kernel's pages
-	pageDrops      int32    // notifications in progress that make the kernel drop the pages
-	pending        int32    // extents that the server does not have yet
-	attr           nfs.Attr // latest attributes
-	size           uint64   // attr.Size, or the end of data written since, whichever is larger
-	// how long attr may be cached; doubles while the attributes stay the same
-	ttl      time.Duration
-	ttlSetAt attr.Instant // time of the last change of ttl
-	// FS.clock of the last change or update; replies to earlier calls are outdated
-	changeClock  uint64
-	receivedAt   attr.Instant     // time when attr was received
-	requestClock uint64           // FS.clock when the call that returned attr was sent
-	sent         nfs.Stamp        // of the attributes in the last reply to the kernel
-	pageStamp    nfs.Stamp        // state of the file in the kernel's cached pages
-	silly        *sillyName       // current name of a removed file that is still open
-	lookups      lookupState      // of a directory
-	openers      map[*byte]opener // of a file, with Options.NoCTO; as lookupState.searchers
-	acls         *cachedACLs      // nil: unknown
-	// FS.clock of the last change by this mount that may change the ACLs; replies to earlier
-	// GETACLs are outdated
-	aclClock uint64
-	names    *nameCache // of a directory; nil: none
-	found    foundAs    // of a directory
-	place    place      // in the last listing
-	walk     *dirWalk   // of a directory; nil before a listing
+	attr attr.State
+	dir  name.Dir
 
-	data atomic.Pointer[writeback] // nil until it is needed; see wb
+	// A mount can have millions of nodes, and most are only looked up. What few of them need is
+	// behind a pointer.
+	rights atomic.Pointer[attr.Rights] // see grants
+	acls   atomic.Pointer[nodeACLs]    // see aclsOf
+	silly  atomic.Pointer[sillyName]   // current name of a removed file that is still open
+	data   atomic.Pointer[writeback]   // nil until it is needed; see wb
 
 	sameHash *inode // guarded by inodeTable.mu; see handleMap
 }
@@ -80,8 +49,14 @@ func (ino *inode) wb() *writeback {
 	return ino.data.Load()
 }
 
-func (ino *inode) isDir() bool           { return ino.attr.Type == nfs.Directory }
-func (ino *inode) sillyName() *sillyName { ino.mu.Lock(); defer ino.mu.Unlock(); return ino.silly }
+// grants returns the rights that the server gave to users of a node.
+func (ino *inode) grants() *attr.Rights {
+	if r := ino.rights.Load(); r != nil {
+		return r
+	}
+	ino.rights.CompareAndSwap(nil, new(attr.Rights))
+	return ino.rights.Load()
+}
 
 // An inodeTable finds inodes by node number and by file handle. A number is never reused, so that
 // every node has generation 0.
@@ -91,14 +66,14 @@ type inodeTable struct {
 	byFH   handleMap // inodes that a lookup can find
 	lastID uint64
 	state  *State // nil if the mount is not kept
+	// forgotten is called with mu held for each node that leaves the table
+	forgotten func(*inode)
 	// noRecord is called with mu held for each new node for which state has no room
 	noRecord func()
 	// shrink is called with mu held when the table has become far emptier than peak
 	shrink    func()
 	peak      int  // largest number of nodes at a removal since the maps were made
 	shrinking bool // shrink was called, and its work has not ended
-
-	names atomic.Int64 // names in all nameCaches, and those that wait for a notification
 
 	files      int // open files, and opens in flight
 	unresolved []*unresolvedRemoval
@@ -108,7 +83,7 @@ type inodeTable struct {
 
 func (t *inodeTable) init(root *inode, state *State) {
 	t.state = state
-	t.shrink = func() {}
+	t.shrink, t.forgotten = func() {}, func(*inode) {}
 	t.byID = map[uint64]*inode{root.id: root}
 	t.byFH = handleMap{}
 	t.byFH.put(root)
@@ -136,7 +111,7 @@ func (t *inodeTable) ref(fh nfs.Handle, attr *nfs.Attr) *inode {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	ino := t.byFH.get(fh)
-	if ino == nil || attr != nil && ino.id != fuse.FUSE_ROOT_ID && ino.isOtherObject(attr) {
+	if ino == nil || attr != nil && ino.id != fuse.FUSE_ROOT_ID && ino.attr.IsOther(attr) {
 		t.lastID++
 		ino = &inode{id: t.lastID, fh: fh, nlookup: 1}
 		t.byID[ino.id] = ino
@@ -162,26 +137,11 @@ func (t *inodeTable) keep(ino *inode) error {
 	if ino.kept != 0 {
 		return nil
 	}
-	ino.mu.Lock()
-	attr := ino.attr
-	ino.mu.Unlock()
-	if t.state.addNode(ino, &attr) != nil {
+	a, _ := ino.attr.Attr()
+	if t.state.addNode(ino, &a) != nil {
 		return syscall.ENFILE
 	}
 	return nil
-}
-
-func (ino *inode) isOtherObject(attr *nfs.Attr) bool {
-	ino.mu.Lock()
-	defer ino.mu.Unlock()
-	return ino.isOtherObjectLocked(attr)
-}
-
-// isOtherObjectLocked reports whether attributes for the node's handle describe another object. A
-// mount on the server can change the file ID of an export's root, but the root stays a directory.
-// The caller holds mu.
-func (ino *inode) isOtherObjectLocked(attr *nfs.Attr) bool {
-	return ino.known && (ino.attr.Type != attr.Type || ino.attr.FileID != attr.FileID && ino.id != fuse.FUSE_ROOT_ID)
 }
 
 // forget releases n lookup references of the kernel. It returns the inode if these were the last
@@ -240,10 +200,7 @@ func (t *inodeTable) dropIfUnused(ino *inode) {
 	t.peak = max(t.peak, len(t.byID))
 	delete(t.byID, ino.id)
 	t.state.freeNode(ino)
-	ino.mu.Lock()
-	t.names.Add(-int64(ino.names.len()))
-	ino.names = nil
-	ino.mu.Unlock()
+	t.forgotten(ino)
 	t.byFH.remove(ino)
 	t.shrinkIfEmpty()
 }

@@ -10,10 +10,8 @@ import (
 func (fs *FS) invalidReply(ino *inode, reason string) error {
 	fs.Counters.InvalidReplies.Add(1)
 	if fs.opts.Invalid != nil {
-		ino.mu.Lock()
-		id := ino.attr.FileID
-		ino.mu.Unlock()
-		fs.opts.Invalid(fmt.Sprintf("inode %d: %s", id, reason))
+		a, _ := ino.attr.Attr()
+		fs.opts.Invalid(fmt.Sprintf("inode %d: %s", a.FileID, reason))
 	}
 	return syscall.EIO
 }

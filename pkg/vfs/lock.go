@@ -128,10 +128,8 @@ func (fs *FS) lock(ctx context.Context, r *request, h *fileHandle, l *nlm.Lock, 
 	if err := fs.opts.Locks.Lock(ctx, h.cred, h.ino.fh, *l, wait); err != nil {
 		return err
 	}
-	fs.clock.Mark(&fs.clock.Lock)
-	h.ino.mu.Lock()
-	h.ino.pageStampValid = false
-	h.ino.mu.Unlock()
+	fs.attrs.Mark(&fs.attrs.Lock)
+	h.ino.attr.ForgetPages()
 	var a nfs.Attr
 	cacheable, err := fs.fetch(r, h.cred, h.ino, &a)
 	if err != nil {

@@ -13,8 +13,8 @@ import (
 // Lookup finds a name in a directory.
 func (fs *FS) Lookup(cancel <-chan struct{}, h *fuse.InHeader, name string, out *fuse.EntryOut) fuse.Status {
 	return fs.onNode(OpLookup, cancel, h, func(r *request, dir *inode) error {
-		if err := fs.users.admit(r, h.Uid); err != nil {
-			return err
+		if !fs.users.Admit(h.Uid, r.Done()) {
+			return syscall.EINTR
 		}
 		err := fs.lookup(r, dir, name, out)
 		if errno(err) == syscall.EACCES && fs.hasMountsBelow() {
@@ -59,7 +59,7 @@ func (fs *FS) lookup(r *request, dir *inode, name string, out *fuse.EntryOut) er
 // lookupOnce finds a name. The returned node is nil when the kernel may cache the name as missing.
 // When the object disappears before its attributes arrive, lookupOnce looks the name up again.
 func (fs *FS) lookupOnce(r *request, dir *inode, name string, out *fuse.EntryOut) (*inode, error) {
-	start := fs.clock.Now()
+	start := fs.attrs.Now()
 	if ino, ok, err := fs.lookupCached(r, dir, name, out); ok {
 		if err == nil {
 			fs.cacheName(dir, name, start, out)
@@ -98,7 +98,7 @@ const staleTries = 16
 // lookupRPC sends a LOOKUP at start and stores the directory attributes of the reply.
 func (fs *FS) lookupRPC(r *request, dir *inode, name string, res *nfs.LookupResult) (start uint64, err error) {
 	for try := 0; ; try++ {
-		start = fs.clock.Now()
+		start = fs.attrs.Now()
 		*res, err = fs.server.Lookup(r, r.cred, dir.fh, name)
 		if fs.retryJukebox(r, err, try) {
 			continue
@@ -133,7 +133,7 @@ func (fs *FS) entry(r *request, dir *inode, name string, fh nfs.Handle, post *nf
 	fs.dropStalePages(ino)
 	fs.fillEntry(dir, ino, &a, cacheable, out)
 	fs.cacheName(dir, name, start, out)
-	ino.setFoundAs(dir, name)
+	ino.setFound(dir, name)
 	return ino, nil
 }
 
@@ -141,9 +141,8 @@ func (fs *FS) entry(r *request, dir *inode, name string, fh nfs.Handle, post *nf
 func (fs *FS) entryAttr(r *request, ino *inode, post *nfs.PostOpAttr,
 	start uint64) (a nfs.Attr, cacheable bool, err error) {
 	if post.Present && fs.updateAttr(ino, &post.Attr, start) {
-		ino.mu.Lock()
-		defer ino.mu.Unlock()
-		return ino.attr, true, nil
+		a, _ = ino.attr.Attr()
+		return a, true, nil
 	}
 	if err := fs.push(r, ino); err != nil {
 		return a, false, err
@@ -161,10 +160,10 @@ func (fs *FS) fillEntry(dir, ino *inode, a *nfs.Attr, cacheable bool, out *fuse.
 // fillEntryAttr replaces the attributes in the reply for a name.
 func (fs *FS) fillEntryAttr(ino *inode, a *nfs.Attr, cacheable bool, out *fuse.EntryOut) {
 	fs.fillAttr(ino, &out.Attr, a)
-	ino.setSent(a)
+	ino.attr.Sent(a)
 	out.SetAttrTimeout(0)
 	if cacheable {
-		out.SetAttrTimeout(fs.attrTimeout(ino))
+		out.SetAttrTimeout(fs.attrs.TTL(&ino.attr))
 	}
 }
 
@@ -173,7 +172,7 @@ func (fs *FS) entryTimeout(dir *inode) time.Duration {
 	if fs.opts.LookupCache == LookupCacheNone || fs.opts.NoAC {
 		return 0
 	}
-	if t := fs.attrTimeout(dir); t > 0 {
+	if t := fs.attrs.TTL(&dir.attr); t > 0 {
 		return t
 	}
 	return fs.opts.AcDirMin
@@ -196,7 +195,7 @@ func (fs *FS) createEntry(r *request, dir *inode, name string, typ nfs.FileType,
 	var start, changed uint64
 	var before bool // by an earlier process
 	for try := 0; ; try++ {
-		start = fs.clock.Now()
+		start = fs.attrs.Now()
 		res, err = call()
 		if fs.retryJukebox(r, err, try) {
 			continue
@@ -231,13 +230,13 @@ func (fs *FS) createEntry(r *request, dir *inode, name string, typ nfs.FileType,
 // returns the start for keepLookup. The epoch that begins with this reply is due to changes before
 // the call, so it does not outdate the name.
 func (fs *FS) nameMade(dir *inode, name string, wcc *nfs.Change, start uint64) (changed uint64) {
-	overtaken := dir.overtaken(start)
-	fs.nameChanged(dir, name)
-	fs.updateWcc(dir, wcc, start, true)
+	overtaken := start < dir.attr.EpochStart()
+	fs.names.Changed(&dir.dir, name)
+	fs.updateChange(dir, wcc, start, true)
 	if overtaken {
 		return start
 	}
-	return fs.clock.Now() // the kernel locks the directory, so this mount changes no other name
+	return fs.attrs.Now() // the kernel locks the directory, so this mount changes no other name
 }
 
 // Mkdir handles mkdir(2).
@@ -315,7 +314,7 @@ func (fs *FS) link(r *request, in *fuse.LinkIn, name string, out *fuse.EntryOut)
 	var res nfs.LinkResult
 	var start, changed uint64
 	for try := 0; ; try++ {
-		start = fs.clock.Now()
+		start = fs.attrs.Now()
 		var err error
 		res, err = fs.server.Link(r, r.cred, ino.fh, dir.fh, name)
 		if fs.retryJukebox(r, err, try) {
@@ -330,7 +329,7 @@ func (fs *FS) link(r *request, in *fuse.LinkIn, name string, out *fuse.EntryOut)
 		}
 		break
 	}
-	fs.clock.RenameEnded() // the link has changed the ctime
+	fs.attrs.RenameEnded() // the link has changed the ctime
 	_, err := fs.entry(r, dir, name, ino.fh, &res.Attr, start, out)
 	if err == nil {
 		fs.keepLookup(dir, name, ino.id, changed)

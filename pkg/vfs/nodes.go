@@ -19,7 +19,7 @@ func (fs *FS) GetAttr(cancel <-chan struct{}, in *fuse.GetAttrIn, out *fuse.Attr
 		err := fs.getattr(r, ino, out)
 		// open(2) asks for attributes to check rights. Pid 0 stands for all callers of other PID
 		// namespaces.
-		if err != nil && errno(err) == syscall.ESTALE && in.Flags()&fuse.FUSE_GETATTR_FH == 0 && !ino.isDir() &&
+		if err != nil && errno(err) == syscall.ESTALE && in.Flags()&fuse.FUSE_GETATTR_FH == 0 && !ino.attr.IsDir() &&
 			r.pid != 0 {
 			fs.reopens.expect(r.pid)
 		}
@@ -31,17 +31,16 @@ func (fs *FS) getattr(r *request, ino *inode, out *fuse.AttrOut) error {
 	if err := fs.push(r, ino); err != nil {
 		return err
 	}
-	var a nfs.Attr
-	left, ok := fs.takeUnsent(ino, &a)
+	a, left, ok := fs.attrs.TakeUnsent(&ino.attr)
 	if ok {
 		fs.renewed(ino)
 	} else if fs.renew(r, nil, ino) {
-		left, ok = fs.takeUnsent(ino, &a)
+		a, left, ok = fs.attrs.TakeUnsent(&ino.attr)
 	}
 	if ok {
 		fs.dropStalePages(ino)
 		fs.fillAttr(ino, &out.Attr, &a)
-		ino.setSent(&a)
+		ino.attr.Sent(&a)
 		out.SetTimeout(left)
 		return nil
 	}
@@ -56,10 +55,10 @@ func (fs *FS) getattr(r *request, ino *inode, out *fuse.AttrOut) error {
 
 func (fs *FS) fillAttrOut(ino *inode, a *nfs.Attr, cacheable bool, out *fuse.AttrOut) {
 	fs.fillAttr(ino, &out.Attr, a)
-	ino.setSent(a)
+	ino.attr.Sent(a)
 	out.SetTimeout(0)
 	if cacheable {
-		out.SetTimeout(fs.attrTimeout(ino))
+		out.SetTimeout(fs.attrs.TTL(&ino.attr))
 	}
 }
 
@@ -127,13 +126,12 @@ func (fs *FS) setAndFill(r *request, cred []byte, ino *inode, set *nfs.SetAttr, 
 // reply wcc if those attributes are valid, else it sends a GETATTR. cacheable is as in fetch.
 func (fs *FS) attrAfterChange(ctx context.Context, cred []byte, ino *inode, wcc *nfs.Change,
 	a *nfs.Attr) (cacheable bool, err error) {
-	ino.mu.Lock()
-	if wcc.HasAfter && ino.valid {
-		*a, ino.unsent = ino.attr, false
-		ino.mu.Unlock()
-		return true, nil
+	if wcc.HasAfter {
+		var ok bool
+		if *a, ok = ino.attr.TakeChanged(); ok {
+			return true, nil
+		}
 	}
-	ino.mu.Unlock()
 	return fs.fetch(ctx, cred, ino, a)
 }
 
@@ -142,7 +140,7 @@ func (fs *FS) attrAfterChange(ctx context.Context, cred []byte, ino *inode, wcc 
 func (fs *FS) setAttrs(ctx context.Context, cred []byte, ino *inode, set *nfs.SetAttr, wcc *nfs.Change) error {
 	fs.invalidateAttr(ino)
 	for try := 0; ; try++ {
-		start := fs.clock.Now()
+		start := fs.attrs.Now()
 		var err error
 		*wcc, err = fs.server.SetAttr(ctx, cred, ino.fh, *set)
 		fs.dropACLs(ino) // a new mode changes the ACL
@@ -153,13 +151,11 @@ func (fs *FS) setAttrs(ctx context.Context, cred []byte, ino *inode, set *nfs.Se
 			fs.invalidateAttr(ino)
 			return err
 		}
-		ino.mu.Lock()
 		if set.HasSize {
-			ino.size = set.Size
+			ino.attr.Truncated(set.Size)
 		}
-		ino.newEpoch(fs) // the change may grant or revoke rights
-		ino.mu.Unlock()
-		fs.updateWcc(ino, wcc, start, true)
+		fs.attrs.NewEpoch(&ino.attr) // the change may grant or revoke rights
+		fs.updateChange(ino, wcc, start, true)
 		return nil
 	}
 }
@@ -213,13 +209,11 @@ func (fs *FS) access(r *request, ino *inode, mask uint32) error {
 		want |= nfs.AccessModify
 	}
 	if mask&unix.X_OK != 0 {
-		ino.mu.Lock()
-		if ino.isDir() {
+		if ino.attr.IsDir() {
 			want |= nfs.AccessLookup
 		} else {
 			want |= nfs.AccessExecute
 		}
-		ino.mu.Unlock()
 	}
 	res, err := fs.askAccess(r, r.cred, ino, want)
 	if err != nil {
@@ -242,7 +236,7 @@ func (fs *FS) askAccess(ctx context.Context, cred []byte, ino *inode, want uint3
 // askRights makes a call that asks for rights, and stores the attributes of the reply.
 func (fs *FS) askRights(ctx context.Context, ino *inode, call func() (nfs.OpenResult, error)) (nfs.OpenResult, error) {
 	for try := 0; ; try++ {
-		start := fs.clock.Now()
+		start := fs.attrs.Now()
 		res, err := call()
 		if fs.retryJukebox(ctx, err, try) {
 			continue
@@ -277,7 +271,7 @@ func (fs *FS) readlink(r *request, ino *inode) ([]byte, error) {
 	t.useBuffer(buf)
 	defer t.dropBuffer(fs)
 	for try := 0; ; try++ {
-		start := fs.clock.Now()
+		start := fs.attrs.Now()
 		res, err := fs.server.ReadLink(r, r.cred, ino.fh, t.buf[:nfs.MaxPath])
 		if isBusy(err) {
 			if _ = fs.pauseRead(r, r.cred, &err, t, 0, try); err == nil {

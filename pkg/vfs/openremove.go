@@ -143,8 +143,8 @@ func (fs *FS) removesOther(r *request, b *unresolvedRemoval, ino *inode) bool {
 // newRemoval returns the removal of a name by r.
 func (fs *FS) newRemoval(r *request, dir *inode, name string) *unresolvedRemoval {
 	b := &unresolvedRemoval{cred: r.cred, dir: dir, name: name}
-	if e, ok := fs.lookups.get(nameKey{dir.id, name}); ok && e.node != 0 {
-		if ino := fs.inodes.get(e.node); ino != nil {
+	if node := dir.dir.Last(name); node != 0 {
+		if ino := fs.inodes.get(node); ino != nil {
 			b.target = ino.fh
 		}
 	}
@@ -245,7 +245,7 @@ func (fs *FS) hidesOpenFile(dir *inode) bool {
 	fs.handles.Lock()
 	defer fs.handles.Unlock()
 	for _, h := range fs.handles.files {
-		if silly := h.ino.sillyName(); silly != nil && silly.dir == dir && !h.flushed.Load() {
+		if silly := h.ino.silly.Load(); silly != nil && silly.dir == dir && !h.flushed.Load() {
 			return true
 		}
 	}

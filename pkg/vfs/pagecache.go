@@ -35,26 +35,6 @@ const maxPageChecks = 64
 // explicitPages reports whether the file system decides when the kernel drops cached pages.
 func (fs *FS) explicitPages() bool { return !fs.opts.NoAC && fs.opts.AcRegMax > 0 && !fs.opts.Guest }
 
-// changedByOther reports whether the difference between two states of an object shows a change by
-// another client. The ctime alone is no sign when this mount may have changed it since the call
-// that returned the attributes of ino. The caller holds ino.mu.
-func (fs *FS) changedByOther(ino *inode, older, newer nfs.Stamp) bool {
-	if older.Size != newer.Size || older.Mtime != newer.Mtime {
-		return true
-	}
-	return older.Ctime != newer.Ctime && ino.requestClock >= fs.lastUnseenChange(ino)
-}
-
-// lastUnseenChange returns FS.clock after the last call of this mount that may have changed the
-// ctime of ino, although its reply does not contain the attributes of ino. The call is a rename, or
-// for a file also the removal of one of its names. The caller holds ino.mu.
-func (fs *FS) lastUnseenChange(ino *inode) uint64 {
-	if ino.isDir() {
-		return fs.clock.LastRename()
-	}
-	return max(fs.clock.LastRename(), fs.clock.Removal.At())
-}
-
 // revalidate reports whether the kernel's cached pages match the attributes a, which are new from
 // the server. If they do not, revalidate makes the kernel drop the pages. It records a as the state
 // of the pages from now on. A handler of a READ or WRITE must not call revalidate, see
@@ -62,17 +42,8 @@ func (fs *FS) lastUnseenChange(ino *inode) uint64 {
 //
 // The kernel also drops the pages when the reply to an open does not set KEEP_CACHE. That is too
 // late for another open or lock that finds the recorded state before the kernel handles the reply.
-func (fs *FS) revalidate(ino *inode, a *nfs.Attr, cacheable bool) (unchanged bool) {
-	ino.mu.Lock()
-	now := a.Stamp()
-	unchanged = cacheable && ino.pageStampValid && ino.pageDrops == 0 && ino.pageStamp == now
-	drop := !unchanged && ino.pageStamp != (nfs.Stamp{}) // before the first open there are no pages
-	ino.pageStamp, ino.pageStampValid = now, cacheable
-	if drop {
-		ino.pageDrops++
-		ino.unsent = ino.valid // the kernel also drops the attributes
-	}
-	ino.mu.Unlock()
+func (fs *FS) revalidate(ino *inode, a *nfs.Attr, cacheable bool) bool {
+	unchanged, drop := ino.attr.Revalidate(a, cacheable)
 	if drop {
 		fs.sendDrop(ino)
 	}
@@ -87,29 +58,24 @@ func (fs *FS) revalidate(ino *inode, a *nfs.Attr, cacheable bool) (unchanged boo
 func (fs *FS) sendDrop(ino *inode) {
 	fs.Counters.CacheDrops.Add(1)
 	if d := fs.device.Load(); d != nil {
-		_ = d.ExtendSize(ino.id, ino.knownSize())
+		_ = d.ExtendSize(ino.id, fs.knownSize(ino))
 		_ = d.InvalInode(ino.id, 0, 0)
 	}
-	ino.mu.Lock()
-	defer ino.mu.Unlock()
-	ino.pageDrops--
+	ino.attr.Dropped()
 }
 
 // knownSize returns the size of a file on the server, or 0 if it is unknown.
-func (ino *inode) knownSize() uint64 {
-	ino.mu.Lock()
-	defer ino.mu.Unlock()
-	if ino.attr.Type != nfs.Regular || !ino.known || !ino.valid || ino.pending > 0 {
+func (fs *FS) knownSize(ino *inode) uint64 {
+	v := fs.attrs.View(&ino.attr)
+	if v.Type != nfs.Regular || !v.Known || !v.Valid || v.Pending {
 		return 0
 	}
-	return ino.attr.Size
+	return v.Size
 }
 
 // dropCache counts and sends a drop.
 func (fs *FS) dropCache(ino *inode) {
-	ino.mu.Lock()
-	ino.pageDrops++
-	ino.mu.Unlock()
+	ino.attr.BeginDrop()
 	fs.sendDrop(ino)
 }
 
@@ -120,14 +86,7 @@ func (fs *FS) dropStalePages(ino *inode) {
 	if !fs.explicitPages() || fs.inodes.opensOf(ino) == 0 {
 		return // the next open asks the server
 	}
-	ino.mu.Lock()
-	stale := ino.attr.Type == nfs.Regular && ino.known && ino.valid && !ino.pageStampValid
-	if stale {
-		ino.pageStamp, ino.pageStampValid = ino.attr.Stamp(), true
-		ino.pageDrops++
-	}
-	ino.mu.Unlock()
-	if stale {
+	if ino.attr.BeginDropOutdated() {
 		fs.sendDrop(ino)
 	}
 }
@@ -233,12 +192,10 @@ func (fs *FS) expiredFiles() []*fileHandle {
 		if !h.watched || w.checked[h.ino] {
 			continue
 		}
-		h.ino.mu.Lock()
-		if h.ino.pending == 0 && (!fs.freshLocked(h.ino) || !h.ino.pageStampValid) {
+		if fs.attrs.NeedsCheck(&h.ino.attr) {
 			w.checked[h.ino] = true
 			expired = append(expired, h)
 		}
-		h.ino.mu.Unlock()
 	}
 	return expired
 }

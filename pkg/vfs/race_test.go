@@ -145,10 +145,7 @@ func (m *testMount) inodeOf(t *testing.T, name string) *inode {
 	m.fs.inodes.mu.Lock()
 	defer m.fs.inodes.mu.Unlock()
 	for _, ino := range m.fs.inodes.byID {
-		ino.mu.Lock()
-		id := ino.attr.FileID
-		ino.mu.Unlock()
-		if id == inodeNumber(st) {
+		if a, _ := ino.attr.Attr(); a.FileID == inodeNumber(st) {
 			return ino
 		}
 	}

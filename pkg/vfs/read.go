@@ -149,7 +149,7 @@ func (fs *FS) readFull(r *request, h *fileHandle, in *fuse.ReadIn, t *target) (d
 			return done, nil
 		}
 		part := t.slice(done, min(int(in.Size), done+fs.opts.RSize))
-		start := fs.clock.Now()
+		start := fs.attrs.Now()
 		res, err := fs.server.Read(r, h.cred, h.ino.fh, h.open, in.Offset+uint64(done), part)
 		if isBusy(err) {
 			if done = fs.pauseRead(r, h.cred, &err, t, done, try); err == nil {

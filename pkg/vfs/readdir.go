@@ -32,7 +32,7 @@ type dirHandle struct {
 	pos     int        // index of the next entry in entries
 	offset  uint64     // reader's position: the cookie of the last returned entry, or 0
 	eof     bool       // the last reply ended the directory
-	start   uint64     // FS.clock when the last call was sent
+	start   uint64     // the clock when the last call was sent
 	// index is the number of entries before the next one since the start, or -1 if it is unknown.
 	index int
 	// restarts counts the consecutive restarts without a further entry.
@@ -66,7 +66,7 @@ func (fs *FS) OpenDir(cancel <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut
 func (fs *FS) openDir(r *request, ino *inode, out *fuse.OpenOut) error {
 	// Each open of a directory asks the server, as for files. The kernel alone would check only the
 	// mode.
-	start := fs.clock.Now()
+	start := fs.attrs.Now()
 	res, err := fs.askAccess(r, r.cred, ino, nfs.AccessRead|nfs.AccessLookup)
 	if err != nil {
 		return err
@@ -170,14 +170,12 @@ func (fs *FS) fillPlus(d *dirHandle, e *dirEntry, out *fuse.EntryOut) *inode {
 		fs.inodes.forget(ino.id, 1)
 		return nil
 	}
-	ino.mu.Lock()
-	a := ino.attr
-	ino.mu.Unlock()
+	a, _ := ino.attr.Attr()
 	fs.keepLookup(d.ino, e.name, ino.id, d.start)
 	fs.fillEntry(d.ino, ino, &a, true, out)
 	fs.cacheName(d.ino, e.name, d.start, out)
-	ino.setFoundAs(d.ino, e.name)
-	ino.setPlace(d)
+	ino.setFound(d.ino, e.name)
+	ino.dir.SetPlace(d.ino.id, d.index)
 	return ino
 }
 
@@ -195,7 +193,7 @@ func (fs *FS) readDir(r *request, in *fuse.ReadIn, plus bool, add func(*dirHandl
 	for given := false; ; {
 		for d.pos < len(d.entries) {
 			e := &d.entries[d.pos]
-			d.keepCookie()
+			d.ino.dir.KeepCookie(d.index, d.offset, d.verf)
 			if !d.skip.contains(e.name) {
 				if !add(d, e) {
 					return nil
@@ -375,7 +373,7 @@ func (fs *FS) dirRPC(r *request, d *dirHandle, cookie uint64, plus bool) error {
 	}
 	for try := 0; ; try++ {
 		d.entries, d.pos, d.eof = d.entries[:0], 0, false
-		d.start = fs.clock.Now()
+		d.start = fs.attrs.Now()
 		var err error
 		res, err = fs.server.ReadDir(r, d.cred, d.ino.fh, cookie, d.verf, fs.opts.DirCount, plus, keep)
 		if plus && unsupported(err) {

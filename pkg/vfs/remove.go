@@ -26,12 +26,18 @@ type sillyName struct {
 	kept keptSlot
 }
 
+// setSilly sets the hidden name of ino.
+func (ino *inode) setSilly(silly *sillyName) {
+	ino.silly.Store(silly)
+	ino.attr.SetHidden(true)
+}
+
 // takeSillyName removes and returns the hidden name of ino, or nil when ino has none.
 func (ino *inode) takeSillyName() *sillyName {
-	ino.mu.Lock()
-	defer ino.mu.Unlock()
-	silly := ino.silly
-	ino.silly = nil
+	silly := ino.silly.Swap(nil)
+	if silly != nil {
+		ino.attr.SetHidden(false)
+	}
 	return silly
 }
 
@@ -118,7 +124,7 @@ func (fs *FS) lastName(r *request, ino *inode) (bool, error) {
 
 // sillyRename renames an open file to a hidden name instead of removing it.
 func (fs *FS) sillyRename(r *request, dir *inode, name string, target *inode) error {
-	silly := target.sillyName() // of an earlier process, or nil
+	silly := target.silly.Load() // of an earlier process, or nil
 	isNew := silly == nil
 	if isNew {
 		silly = &sillyName{dir: dir, name: r.sillyName(), cred: r.cred}
@@ -139,9 +145,7 @@ func (fs *FS) sillyRename(r *request, dir *inode, name string, target *inode) er
 	fs.Counters.SillyRenames.Add(1)
 	if isNew {
 		fs.inodes.addHidden(dir)
-		target.mu.Lock()
-		target.silly = silly
-		target.mu.Unlock()
+		target.setSilly(silly)
 	}
 	fs.invalidateAttr(target)
 	// When the last close came before silly was set, that close found no hidden name to remove.
@@ -172,11 +176,11 @@ func (fs *FS) removeSilly(ctx context.Context, ino *inode) {
 }
 
 func (fs *FS) removeRPC(ctx context.Context, cred []byte, dir *inode, name string) error {
-	start := fs.clock.Now()
+	start := fs.attrs.Now()
 	wcc, err := fs.server.Remove(ctx, cred, dir.fh, name)
-	fs.clock.Mark(&fs.clock.Removal)
+	fs.attrs.Mark(&fs.attrs.Removal)
 	fs.nameRemoved(dir, name)
-	fs.updateWcc(dir, &wcc, start, true)
+	fs.updateChange(dir, &wcc, start, true)
 	return fs.checkStale(dir, err)
 }
 
@@ -204,13 +208,13 @@ func (fs *FS) rmdir(r *request, dir *inode, name string) error {
 // rmdirRPC sends an RMDIR. rmdirRPC returns ENOTEMPTY for a directory that is not empty.
 func (fs *FS) rmdirRPC(r *request, dir *inode, name string) error {
 	for try := 0; ; try++ {
-		start := fs.clock.Now()
+		start := fs.attrs.Now()
 		wcc, err := fs.server.Rmdir(r, r.cred, dir.fh, name)
 		if fs.retryJukebox(r, err, try) {
 			continue
 		}
 		fs.nameRemoved(dir, name)
-		fs.updateWcc(dir, &wcc, start, true)
+		fs.updateChange(dir, &wcc, start, true)
 		// Some servers return NFS3ERR_EXIST.
 		if hasStatus(err, nfs.ErrNotEmpty) || hasStatus(err, nfs.ErrExist) {
 			return syscall.ENOTEMPTY
@@ -294,7 +298,7 @@ func (fs *FS) renameOnce(r *request, from *inode, oldName string, to *inode, new
 
 // isHidden reports whether an open file has a hidden name that another request has given to it.
 func (ino *inode) isHidden(r *request) bool {
-	silly := ino.sillyName()
+	silly := ino.silly.Load()
 	return silly != nil && (r.state == nil || silly.name != r.sillyName())
 }
 
@@ -326,9 +330,7 @@ func (fs *FS) unhide(r *request, dir *inode, name string, ino *inode) {
 		return
 	}
 	if fs.renameWaiting(r, silly.dir, silly.name, dir, name) != nil {
-		ino.mu.Lock()
-		ino.silly = silly
-		ino.mu.Unlock()
+		ino.setSilly(silly)
 		return
 	}
 	fs.inodes.beginHiddenRemoval(silly.dir)
@@ -346,18 +348,18 @@ func (fs *FS) renameWaiting(r *request, from *inode, oldName string, to *inode, 
 }
 
 func (fs *FS) renameRPC(r *request, from *inode, oldName string, to *inode, newName string) error {
-	start := fs.clock.Now()
+	start := fs.attrs.Now()
 	res, err := fs.server.Rename(r, r.cred, from.fh, oldName, to.fh, newName)
-	end := fs.clock.RenameEnded()
+	end := fs.attrs.RenameEnded()
 	fs.nameMoved(from, oldName, to, newName)
-	seen, only := fs.clock.OnlyRename(start, end)
-	fs.updateWcc(from, &res.From, start, true)
+	seen, only := fs.attrs.OnlyRename(start, end)
+	fs.updateChange(from, &res.From, start, true)
 	if from != to {
-		fs.updateWcc(to, &res.To, start, true)
+		fs.updateChange(to, &res.To, start, true)
 	}
 	if only {
-		from.sawChange(start, seen)
-		to.sawChange(start, seen)
+		from.attr.SawRenames(start, seen)
+		to.attr.SawRenames(start, seen)
 	}
 	if hasStatus(err, nfs.ErrStale) {
 		fs.invalidateAttr(to)

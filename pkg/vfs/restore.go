@@ -3,18 +3,14 @@ package vfs
 import (
 	"cmp"
 	"fmt"
-	"math"
 	"slices"
 	"syscall"
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/name"
 )
-
-// unknownPages is the state of the kernel's cached pages of a file after a restart. It equals no
-// state of a file, so the pages are dropped when the file is next used.
-var unknownPages = nfs.Stamp{Size: math.MaxUint64}
 
 // A restoration makes the tables of an FS from its State.
 type restoration struct {
@@ -38,7 +34,7 @@ func (fs *FS) restore() (err error) {
 			fs.work.Wait()
 		}
 	}()
-	fs.users.restore(r.s.mount.Counter(r.s.mountSlot))
+	fs.users.Restore(r.s.mount.Counter(r.s.mountSlot), time.Now().Add(name.SoleEndTime))
 	for _, step := range []func() error{r.nodes, r.openFiles, r.openDirs, r.hiddenNames, r.extents,
 		r.requests} {
 		if err := step(); err != nil {
@@ -92,8 +88,8 @@ func (r *restoration) nodes() error {
 		if t.byID[k.id] != nil {
 			return damaged("two nodes have the number %d", k.id)
 		}
-		ino := &inode{id: k.id, fh: fh, kept: slot, nlookup: r.s.nodes.Counter(slot), pageStamp: unknownPages}
-		ino.attr.Type, ino.attr.FileID, ino.known = nfs.FileType(k.typ), k.fileID, k.typ != 0
+		ino := &inode{id: k.id, fh: fh, kept: slot, nlookup: r.s.nodes.Counter(slot)}
+		ino.attr.Restore(nfs.FileType(k.typ), k.fileID)
 		t.byID[ino.id] = ino
 		if other := t.byFH.get(fh); other == nil || other.id < ino.id {
 			t.byFH.put(ino)
@@ -176,9 +172,7 @@ func (r *restoration) hiddenNames() error {
 			ino = &inode{id: k.node}
 		}
 		name := string(k.name[:k.nameLen])
-		ino.mu.Lock() // the attributes of the restored open files may be revalidated already
-		ino.silly = &sillyName{dir: dir, name: name, cred: cred, kept: slot}
-		ino.mu.Unlock()
+		ino.setSilly(&sillyName{dir: dir, name: name, cred: cred, kept: slot})
 		t.addHidden(dir)
 		r.s.hidden.restored(cred)
 		r.fs.hiddenBefore[name] = ino
@@ -243,10 +237,7 @@ func (r *restoration) extent(k *keptExtent) error {
 	w.sending = append(w.sending, e)
 	fs.takeDirtyAlways(ino)
 	fs.markDirty(ino)
-	ino.mu.Lock()
-	ino.pending++
-	ino.size, ino.sizeUnknown = max(ino.size, e.end()), true
-	ino.mu.Unlock()
+	ino.attr.RestoreWrite(e.end())
 	r.work = append(r.work, func() { fs.send(ino, e) })
 	return nil
 }
@@ -281,14 +272,5 @@ func (r *restoration) finish() {
 	defer t.mu.Unlock()
 	for _, ino := range t.byID {
 		t.dropIfUnused(ino)
-	}
-}
-
-// restore sets the state that an earlier process recorded.
-func (s *soleUser) restore(state uint64) {
-	s.state.Store(state)
-	if state == manyUsers { // the kernel may still have names of the first user
-		end := time.Now().Add(soleEndTime)
-		s.until.Store(&end)
 	}
 }

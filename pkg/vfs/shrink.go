@@ -64,8 +64,8 @@ func (fs *FS) shrinkTables() {
 }
 
 // copyTables copies the maps and removes expired names. It returns false, and copies nothing, when
-// the table has limit nodes or more. Requests wait meanwhile, so the time is bounded by limit and
-// maxNames.
+// the table has limit nodes or more. Requests wait meanwhile, so the time is bounded by limit and by
+// the bound of names.
 func (fs *FS) copyTables(limit int, at attr.Instant) bool {
 	t := &fs.inodes
 	t.mu.Lock()
@@ -76,28 +76,8 @@ func (fs *FS) copyTables(limit int, at attr.Instant) bool {
 	t.byID = smaller(t.byID)
 	t.byFH.shrink()
 	t.peak = len(t.byID)
-	for _, ino := range t.byID {
-		ino.mu.Lock()
-		if c := ino.names; c != nil {
-			before := len(c.names)
-			c.sweep(at)
-			t.names.Add(int64(len(c.names) - before))
-		}
-		ino.mu.Unlock()
-	}
-	fs.lookups.shrink(at, func(node uint64) bool { return t.byID[node] != nil })
+	fs.names.Sweep(at)
 	return true
-}
-
-// shrink removes the names that have expired, and those of nodes that are not known. The caller
-// holds inodeTable.mu.
-func (c *lookupCache) shrink(at attr.Instant, known func(node uint64) bool) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	maps.DeleteFunc(c.names, func(_ nameKey, e nameEntry) bool {
-		return at > e.expires || e.node != 0 && !known(e.node)
-	})
-	c.names = smaller(c.names)
 }
 
 // smaller returns a copy of a map without the memory of deleted elements.

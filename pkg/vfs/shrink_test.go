@@ -29,8 +29,9 @@ func fsWithFiles(tb testing.TB, files int) (fs *FS, ids []uint64) {
 	fs = &FS{opts: DefaultOptions()}
 	dir := &inode{id: 1}
 	fs.inodes.init(dir, nil)
+	fs.setCaches()
+	fs.inodes.forgotten = func(ino *inode) { fs.names.Forget(&ino.dir) }
 	fs.inodes.shrink = func() {}
-	d := &dirHandle{ino: dir}
 	for i := range files {
 		a := nfs.Attr{Type: nfs.Regular, FileID: uint64(i)}
 		var fh [32]byte
@@ -38,14 +39,13 @@ func fsWithFiles(tb testing.TB, files int) (fs *FS, ids []uint64) {
 		h, err := nfs.NewHandle(fh[:])
 		must(tb, err)
 		ino := fs.inodes.ref(h, &a)
-		fs.updateAttr(ino, &a, fs.clock.Now())
+		fs.updateAttr(ino, &a, fs.attrs.Now())
 		name := "file-" + strconv.Itoa(i)
-		fs.keepLookup(dir, name, ino.id, fs.clock.Now())
+		fs.keepLookup(dir, name, ino.id, fs.attrs.Now())
 		out := fuse.EntryOut{NodeId: ino.id}
 		out.SetEntryTimeout(time.Minute)
-		fs.cacheName(dir, name, fs.clock.Now(), &out)
-		d.index = i
-		ino.setPlace(d)
+		fs.cacheName(dir, name, fs.attrs.Now(), &out)
+		ino.dir.SetPlace(dir.id, i)
 		ids = append(ids, ino.id)
 	}
 	return fs, ids

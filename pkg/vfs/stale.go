@@ -1,6 +1,9 @@
 package vfs
 
-import "github.com/nfsrdmad/nfsrdmad/pkg/nfs"
+import (
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/name"
+)
 
 // A call by path can meet a directory whose handle is stale, because the server has another
 // directory at that path now. The daemon returns ESTALE, and the kernel walks the path again with a
@@ -9,21 +12,13 @@ import "github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 // ESTALE. For a name that does not exist at the path, LOOKUP therefore returns ENOENT. The
 // procedure that creates the name then returns ESTALE, and the kernel repeats the walk.
 
-// A foundAs is the name by which the kernel found a directory last.
-type foundAs struct {
-	dir  uint64 // node number of the parent
-	name string
-}
-
 // maxStaleDepth bounds the stale directories in one path.
 const maxStaleDepth = 64
 
-// setFoundAs records the name of a node if the node is a directory.
-func (ino *inode) setFoundAs(dir *inode, name string) {
-	ino.mu.Lock()
-	defer ino.mu.Unlock()
-	if ino.isDir() {
-		ino.found = foundAs{dir.id, name}
+// setFound records the name of a node if the node is a directory.
+func (ino *inode) setFound(dir *inode, as string) {
+	if ino.attr.IsDir() {
+		ino.dir.SetFound(name.Found{Dir: dir.id, Name: as})
 	}
 }
 
@@ -40,17 +35,15 @@ func (fs *FS) missingAtPath(r *request, dir *inode, name string) bool {
 
 // handleAtPath returns the handle of the directory that is now at the path of dir.
 func (fs *FS) handleAtPath(r *request, dir *inode, depth int) (fh nfs.Handle, ok bool) {
-	dir.mu.Lock()
-	found := dir.found
-	dir.mu.Unlock()
-	parent := fs.inodes.get(found.dir)
+	found := dir.dir.Found()
+	parent := fs.inodes.get(found.Dir)
 	if parent == nil || depth >= maxStaleDepth {
 		return fh, false
 	}
-	res, err := fs.server.Lookup(r, r.cred, parent.fh, found.name)
+	res, err := fs.server.Lookup(r, r.cred, parent.fh, found.Name)
 	if isStale(err) {
 		if fh, ok = fs.handleAtPath(r, parent, depth+1); ok {
-			res, err = fs.server.Lookup(r, r.cred, fh, found.name)
+			res, err = fs.server.Lookup(r, r.cred, fh, found.Name)
 		}
 	}
 	return res.FH, err == nil

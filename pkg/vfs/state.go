@@ -182,7 +182,7 @@ func NewState(description []byte, buffers int, secret [16]byte) (*State, error) 
 	r := &s.mu.mount
 	r.secret = secret
 	r.textLen = uint32(copy(r.text[:], description))
-	if s.mountSlot, err = s.mount.Add(r, noUser); err == nil {
+	if s.mountSlot, err = s.mount.Add(r, 0); err == nil {
 		err = s.reserveExtents(buffers)
 	}
 	if err != nil {

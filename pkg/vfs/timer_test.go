@@ -74,7 +74,8 @@ func TestAwaitHiddenRemovals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		fs, dir, r := &FS{}, &inode{}, &request{done: make(chan struct{})}
 		fs.inodes.addHidden(dir)
-		h := &fileHandle{ino: &inode{silly: &sillyName{dir: dir}}}
+		h := &fileHandle{ino: &inode{}}
+		h.ino.setSilly(&sillyName{dir: dir})
 		fs.handles.files = map[uint64]*fileHandle{1: h}
 		start := time.Now()
 		if fs.awaitHiddenRemovals(r, dir) || time.Since(start) != 0 {

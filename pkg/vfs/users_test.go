@@ -20,6 +20,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/name"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
@@ -547,6 +548,7 @@ func TestOwnRemovalDoesNotHideACLChange(t *testing.T) {
 // server sent later, and that show a change of the file's rights.
 func TestRightsOfOpenBelongToTheirReply(t *testing.T) {
 	fs := &FS{opts: Options{NoCTO: true, AcRegMin: time.Minute, AcRegMax: time.Minute}}
+	fs.setCaches()
 	ino := &inode{id: 2}
 	cred := []byte{1}
 	old := nfs.Attr{Type: nfs.Regular, Ctime: nfs.Time{Sec: 1}}
@@ -556,8 +558,8 @@ func TestRightsOfOpenBelongToTheirReply(t *testing.T) {
 		a    *nfs.Attr
 		want bool
 	}{{"older reply", &old, false}, {"current reply", &changed, true}} {
-		fs.updateAttr(ino, &changed, fs.clock.Now())
-		fs.keepOpener(ino, cred, openRights, c.a, fs.clock.Now())
+		fs.updateAttr(ino, &changed, fs.attrs.Now())
+		fs.keepOpener(ino, cred, openRights, c.a, fs.attrs.Now())
 		if _, ok := fs.openCached(ino, cred, nfs.AccessRead); ok != c.want {
 			t.Errorf("open with the rights of the %s: got %v, want %v", c.name, ok, c.want)
 		}
@@ -566,6 +568,6 @@ func TestRightsOfOpenBelongToTheirReply(t *testing.T) {
 
 // severalUsers makes m a mount that several users have used: no lookup of a second user waits.
 func (m *testMount) severalUsers() *testMount {
-	m.fs.users.state.Store(manyUsers)
+	m.fs.users.Restore(name.ManyUsers, time.Time{})
 	return m
 }

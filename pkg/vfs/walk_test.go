@@ -26,6 +26,7 @@ func walkMount(t *testing.T, files int) (e *export, m *testMount, s *scripted, n
 	createNames(t, filepath.Join(e.dir, "d"), files)
 	m, s = e.mountScripted(t, mountConfig{opts: Options{AcRegMin: time.Minute, AcRegMax: time.Minute,
 		AcDirMin: time.Minute, AcDirMax: time.Minute}})
+	m.severalUsers() // the kernel keeps no names
 	f, err := os.Open(m.path("d"))
 	must(t, err)
 	defer f.Close()
@@ -42,24 +43,16 @@ func walkMount(t *testing.T, files int) (e *export, m *testMount, s *scripted, n
 	return e, m, s, names
 }
 
-// expireAttrs makes the cached attributes of all files in d expire, and the names of the kernel.
+// expireAttrs makes the file system ask the server for the attributes of all files.
 func (m *testMount) expireAttrs(t *testing.T) {
 	t.Helper()
-	dir := m.inodeOf(t, "d")
 	m.fs.inodes.mu.Lock()
+	defer m.fs.inodes.mu.Unlock()
 	for _, ino := range m.fs.inodes.byID {
-		ino.mu.Lock()
-		if !ino.isDir() {
-			ino.receivedAt = ino.receivedAt.Add(-time.Hour)
+		if !ino.attr.IsDir() {
+			m.fs.invalidateAttr(ino)
 		}
-		ino.mu.Unlock()
 	}
-	m.fs.inodes.mu.Unlock()
-	dir.mu.Lock()
-	names := dir.takeNamesLocked()
-	dir.mu.Unlock()
-	m.fs.expireNames(dir, names)
-	m.awaitExpiry(t)
 }
 
 // walk gets the attributes of files in d.
@@ -163,11 +156,9 @@ func (fs *FS) countMode(mode uint32) (n int) {
 	fs.inodes.mu.Lock()
 	defer fs.inodes.mu.Unlock()
 	for _, ino := range fs.inodes.byID {
-		ino.mu.Lock()
-		if ino.attr.Mode == mode {
+		if a, _ := ino.attr.Attr(); a.Mode == mode {
 			n++
 		}
-		ino.mu.Unlock()
 	}
 	return n
 }
@@ -223,49 +214,5 @@ func TestWalkShortReplies(t *testing.T) {
 	walk(t, m, names)
 	if n := s.count(nfs3.ProcReadDirPlus) - before; n == 0 || n > 10 {
 		t.Errorf("READDIRPLUS calls: got %d, want 1 to 10", n)
-	}
-}
-
-// TestWalkStartsWithoutVerifier checks the verifier of a renewal from the start of the directory.
-func TestWalkStartsWithoutVerifier(t *testing.T) {
-	dir := &inode{walk: &dirWalk{cookies: []uint64{0, 9}, verf: nfs.Verifier{1}, credit: walkMax, at: time.Now()}}
-	for index, want := range map[uint32]nfs.Verifier{0: {}, walkChunk: {1}} {
-		if _, verf, ok := dir.beginRenewal(index); !ok || verf != want {
-			t.Errorf("renewal of entry %d: got verifier %v, %v, want %v", index, verf, ok, want)
-		}
-		dir.walk.busy = false
-	}
-}
-
-// TestWalkCredit checks when a renewal may begin.
-func TestWalkCredit(t *testing.T) {
-	now := time.Now()
-	next := func(i int) (uint32, time.Duration) { return uint32(i), 0 }
-	for _, c := range []struct {
-		name     string
-		request  func(i int) (index uint32, pause time.Duration)
-		requests int
-		want     int // renewals
-	}{
-		{"few files in order", next, 3, 0},
-		{"files in order", next, 4, 1},
-		{"files in order with gaps", func(i int) (uint32, time.Duration) { return uint32(i * walkGap), 0 }, 4, 1},
-		{"files in order, slowly", func(i int) (uint32, time.Duration) { return uint32(i), 2 * walkPause }, 100, 0},
-		{"one file", func(int) (uint32, time.Duration) { return 7, 0 }, 23, 0},
-		// Renewals do not help these requests.
-		{"random files", func(i int) (uint32, time.Duration) { return uint32(i * 7919 % 100000 * 100), 0 }, 800, 98},
-	} {
-		var w dirWalk
-		at, renewals := now, 0
-		for i := range c.requests {
-			index, pause := c.request(i)
-			if at = at.Add(pause); w.earn(index, at) {
-				w.credit -= walkCost
-				renewals++
-			}
-		}
-		if renewals != c.want {
-			t.Errorf("%s: got %d renewals, want %d", c.name, renewals, c.want)
-		}
 	}
 }

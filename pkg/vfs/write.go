@@ -9,6 +9,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 )
 
 // An extent is a range of written bytes in one pool buffer. An extent passes through these states:
@@ -58,8 +59,7 @@ type writeback struct {
 	waiters int // writers of the file in dirtySet.waiters
 	busy    int // calls with this data that the server answers with NFS3ERR_JUKEBOX
 
-	// chain is guarded by inode.mu.
-	chain writeChain
+	chain attr.Chain
 
 	toDrop   pageRange // whose pages the kernel must drop
 	dropping bool      // sendRanges is running
@@ -189,7 +189,7 @@ func (fs *FS) write(r *request, in *fuse.WriteIn, data pieces) (int, error) {
 	if err != nil && (n == 0 || in.WriteFlags&fuse.WRITE_CACHE != 0) {
 		return 0, err
 	}
-	if h.ino.mayHaveSetID() {
+	if h.ino.attr.MayHaveSetID() {
 		h.setID.Store(true)
 	}
 	if h.direct && in.WriteFlags&fuse.WRITE_CACHE == 0 && n > 0 {
@@ -228,11 +228,8 @@ func (fs *FS) endOfFile(r *request, h *fileHandle) (uint64, error) {
 	ino := h.ino
 	w := ino.wb()
 	pending, end := w.hasUnsent(), w.end() // the server may have lost data up to end
-	ino.mu.Lock()
-	size, known := ino.size, pending && !ino.sizeUnknown
-	ino.mu.Unlock()
-	if known {
-		return max(size, end), nil
+	if v := fs.attrs.View(&ino.attr); pending && v.SizeKnown {
+		return max(v.Written, end), nil
 	}
 	if err := fs.push(r, ino); err != nil {
 		return 0, err
@@ -297,14 +294,12 @@ func (fs *FS) fill(h *fileHandle, off uint64, data []byte, spare *[]byte) (n int
 		*spare = nil
 		fs.state.addExtent(fs, h.ino, w.filling)
 		fs.markDirty(h.ino)
-		h.ino.mu.Lock()
-		h.ino.pending++
-		h.ino.mu.Unlock()
+		h.ino.attr.BeginWrite()
 	}
 	e := w.filling
 	if n = e.take(h.cred, off, data, fs.opts.WSize); n > 0 {
 		fs.state.setLength(e)
-		fs.extendSize(h.ino, off+uint64(n))
+		fs.attrs.Extend(&h.ino.attr, off+uint64(n))
 	}
 	if n == 0 || e.n == fs.opts.WSize {
 		fs.seal(h.ino, nfs.Unstable)
@@ -322,15 +317,6 @@ func (e *extent) take(cred []byte, off uint64, data []byte, limit int) int {
 	n := copy(e.buf[at:limit], data)
 	e.n = max(e.n, at+n)
 	return n
-}
-
-// extendSize records that the file was written up to end. The caller holds writeback.mu.
-func (fs *FS) extendSize(ino *inode, end uint64) {
-	ino.mu.Lock()
-	ino.size = max(ino.size, end)
-	ino.valid = false
-	ino.changeClock = fs.clock.Tick()
-	ino.mu.Unlock()
 }
 
 // seal ends the filling extent, which must not be nil, and sends it. The caller holds mu.
@@ -423,7 +409,7 @@ func (fs *FS) writeExtent(ctx context.Context, ino *inode, e *extent, stable nfs
 	var busy busyMark
 	defer fs.clearBusy(ino, &busy)
 	for done, try := 0, 0; done < e.n; {
-		start = fs.clock.Now()
+		start = fs.attrs.Now()
 		var err error
 		res, err = fs.callWrite(ctx, ino, e, done, stable)
 		if fs.retryBusy(ctx, ino, &err, try, &busy) {
@@ -433,7 +419,7 @@ func (fs *FS) writeExtent(ctx context.Context, ino *inode, e *extent, stable nfs
 		if err != nil {
 			return committed, start, fs.checkStale(ino, err)
 		}
-		ino.chainWrite(&res.Change)
+		ino.attr.Wrote(&ino.wb().chain, &res.Change)
 		fs.Counters.SentBytes.Add(uint64(res.Count))
 		fs.progress.Add(1)
 		if done > 0 && res.Verf != e.verf {
@@ -461,26 +447,11 @@ func (fs *FS) callWrite(ctx context.Context, ino *inode, e *extent, done int,
 	return fs.server.Write(ctx, e.cred, ino.fh, e.open, e.off+uint64(done), e.buf[done:e.n], stable)
 }
 
-// extentWritten counts an extent as known to the server. extentWritten stores the attributes of the
-// last reply only when no other extent was in flight and no other reply arrived in between. The
-// server may execute the calls in another order than it answers them. The caller holds
-// writeback.mu.
-func (fs *FS) extentWritten(ino *inode, wcc *nfs.Change, start uint64, err error) {
-	ino.mu.Lock()
-	ino.pending--
-	alone := ino.pending == 0
-	if alone {
-		ino.endChain()
-	} else {
-		ino.changeClock = fs.clock.Tick() // updateAttr refuses replies to earlier calls
-	}
-	ino.mu.Unlock()
-	switch {
-	case err != nil, alone && wcc.After.Stamp() != ino.lastWritten():
-		fs.invalidateAttr(ino) // a WRITE with an earlier reply was executed later
-	case alone:
-		fs.updateWcc(ino, wcc, start, false)
-	}
+// extentWritten counts an extent as known to the server. ch is that of the last reply. The caller
+// holds writeback.mu.
+func (fs *FS) extentWritten(ino *inode, ch *nfs.Change, start uint64, err error) {
+	fs.attrs.EndWrite(&ino.attr, &ino.wb().chain, ch, start, err != nil)
+	ino.keepACLs(ch)
 }
 
 // push sends the unsent data and waits until the server has all of it, so that the server's replies

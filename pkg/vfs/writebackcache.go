@@ -7,6 +7,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 )
 
 // With Options.Writeback, the kernel gathers small writes in its pages and sends them later in
@@ -88,20 +89,12 @@ func (fs *FS) isTimeFlush(ino *inode, in *fuse.SetAttrIn) bool {
 // server has the mtime already, or if a name may have changed since the attributes were received.
 // The kernel refuses utimensat(2) of other users than the owner and root.
 func (fs *FS) isLoneFlush(ino *inode, uid uint32, mtime nfs.Time) bool {
-	if ino.hasMtime(mtime) {
-		return true
-	}
-	ino.mu.Lock()
-	defer ino.mu.Unlock()
-	return ino.known && (ino.requestClock < fs.lastUnseenChange(ino) || uid != 0 && uid != ino.attr.UID)
+	v := fs.attrs.View(&ino.attr)
+	return hasMtime(&v, mtime) || v.Known && (v.Unseen || uid != 0 && uid != v.UID)
 }
 
 // hasMtime reports whether the server has the mtime of a file, as far as this mount knows.
-func (ino *inode) hasMtime(mtime nfs.Time) bool {
-	ino.mu.Lock()
-	defer ino.mu.Unlock()
-	return ino.known && ino.pending == 0 && ino.attr.Mtime == mtime
-}
+func hasMtime(v *attr.View, mtime nfs.Time) bool { return v.Known && !v.Pending && v.Mtime == mtime }
 
 // flushTimes sets the mtime that the kernel has determined. A user who may write to a file but does
 // not own it may not set times: the file then has the time of the last WRITE. The file may also be
@@ -112,7 +105,8 @@ func (fs *FS) flushTimes(r *request, ino *inode, in *fuse.SetAttrIn, out *fuse.A
 	if h != nil {
 		cred = h.cred
 	}
-	if set != (nfs.SetAttr{}) && (h != nil || !ino.hasMtime(set.Mtime)) {
+	v := fs.attrs.View(&ino.attr)
+	if set != (nfs.SetAttr{}) && (h != nil || !hasMtime(&v, set.Mtime)) {
 		if err := fs.push(r, ino); err != nil {
 			return err
 		}
@@ -122,9 +116,7 @@ func (fs *FS) flushTimes(r *request, ino *inode, in *fuse.SetAttrIn, out *fuse.A
 			return fs.checkStale(ino, err)
 		}
 	}
-	ino.mu.Lock()
-	a := ino.attr
-	ino.mu.Unlock()
+	a, _ := ino.attr.Attr()
 	fs.fillAttr(ino, &out.Attr, &a) // the kernel ignores the reply to a flush
 	out.SetTimeout(0)
 	return nil

@@ -31,9 +31,7 @@ func TestReorderedWriteRepliesKeepSize(t *testing.T) {
 		ino := m.openInode()
 		close(lowDone)
 		if !eventually(func() bool {
-			ino.mu.Lock()
-			defer ino.mu.Unlock()
-			return ino.pending == 1
+			return ino.attr.PendingWrites() == 1
 		}) {
 			t.Error("the other WRITE's reply was not processed")
 		}
