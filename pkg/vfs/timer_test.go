@@ -1,46 +1,10 @@
 package vfs
 
 import (
-	"context"
 	"testing"
 	"testing/synctest"
 	"time"
-
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
-
-// TestJukeboxDelayDoubles checks the delays before retries, and that the end of the context ends a
-// delay.
-func TestJukeboxDelayDoubles(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		fs := &FS{}
-		busy := &nfs.Error{Status: nfs.ErrJukebox}
-		for try, want := range []time.Duration{
-			100 * time.Millisecond,
-			200 * time.Millisecond,
-			400 * time.Millisecond,
-			800 * time.Millisecond,
-			1600 * time.Millisecond,
-			3200 * time.Millisecond,
-			5 * time.Second,
-			5 * time.Second,
-		} {
-			start := time.Now()
-			if !fs.retryJukebox(t.Context(), busy, try) || time.Since(start) != want {
-				t.Errorf("retry %d: got a delay of %v, want %v", try, time.Since(start), want)
-			}
-		}
-		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
-		defer cancel()
-		start := time.Now()
-		if fs.retryJukebox(ctx, busy, 100) || time.Since(start) != time.Second {
-			t.Errorf("delay with a deadline of 1s: got %v, want 1s and no retry", time.Since(start))
-		}
-		if fs.retryJukebox(t.Context(), &nfs.Error{Status: nfs.ErrIO}, 0) || fs.retryJukebox(t.Context(), nil, 0) {
-			t.Error("retry without NFS3ERR_JUKEBOX: got true, want false")
-		}
-	})
-}
 
 // TestReopenExpires checks that a thread's second open is expected for reopenTime only.
 func TestReopenExpires(t *testing.T) {
