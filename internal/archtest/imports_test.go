@@ -28,7 +28,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/doctor", "pkg/sunrpc/rpctcp pkg/control pkg/membuf pkg/mount pkg/nfs/nfs3 " +
 		"pkg/nfs/mountd pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
 	{"pkg/mount", "internal/backoff pkg/keep/fdstore internal/loglimit internal/otlp internal/running " +
-		"pkg/keep/slotfile pkg/control pkg/fuse/kernel pkg/vfs pkg/ledger pkg/membuf pkg/metrics pkg/nfs/nfs3 " +
+		"pkg/keep/slotfile pkg/control pkg/fuse/kernel pkg/vfs pkg/vfs/data pkg/ledger pkg/membuf pkg/metrics pkg/nfs/nfs3 " +
 		"pkg/nfs/mountd pkg/nfs/nfsacl pkg/nfs/nlm " +
 		"pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/fuse/virtiofs pkg/xprt"},
 	{"test/kit/mounts", "test/kit/ganesha test/kit pkg/vfs pkg/nfs/nfs3 pkg/sunrpc"},
@@ -43,8 +43,8 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/server/nfsd", "internal/server/nlmd internal/resvport pkg/nfs pkg/nfs/nfs3 pkg/nfs/nfsacl pkg/nfs/nlm pkg/sunrpc"},
 	{"internal/server/nlmd", "internal/share pkg/nfs/nfs3 pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc"},
 	{"internal/server/svcrdma", "internal/fairshare pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
-	{"pkg/vfs", "internal/fairqueue internal/loglimit internal/running internal/share pkg/keep/slotfile pkg/fuse/kernel " +
-		"pkg/ledger pkg/membuf pkg/nfs pkg/nfs/nfsacl pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc pkg/vfs/attr pkg/vfs/name"},
+	{"pkg/vfs", "internal/loglimit internal/share pkg/keep/slotfile pkg/fuse/kernel " +
+		"pkg/ledger pkg/membuf pkg/nfs pkg/nfs/nfsacl pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc pkg/vfs/attr pkg/vfs/data pkg/vfs/name"},
 	{"pkg/fuse/virtiofs", "pkg/keep/slotfile pkg/fuse/kernel pkg/ledger"},
 	{"pkg/nfs/nlm", "internal/backoff internal/loglimit internal/resvport pkg/sunrpc/rpctcp internal/running " +
 		"internal/share pkg/keep/slotfile pkg/nfs/nfs3 pkg/nfs/mountd pkg/nfs/rangelock pkg/sunrpc"},
@@ -89,6 +89,8 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/share", ""},
 	{"internal/verify", ""},
 	{"pkg/vfs/name", "pkg/nfs pkg/vfs/attr"},
+	{"pkg/vfs/data", "internal/fairqueue internal/running pkg/membuf pkg/nfs pkg/sunrpc pkg/vfs/attr"},
+	{"test/kit/memnfs", "pkg/nfs"},
 	{"pkg/vfs/attr", "pkg/nfs"},
 	{"pkg/ledger", ""},
 	{"pkg/nfs/rangelock", ""},

@@ -10,7 +10,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/fdstore"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
-	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -18,7 +18,7 @@ import (
 // counters include the end of a mount.
 type shared struct {
 	log      hclog.Logger
-	dirty    *vfs.DirtyTotal     // bounds the dirty data of all mounts
+	dirty    *data.Total         // bounds the dirty data of all mounts
 	rejected atomic.Uint64       // bytes that a server rejected
 	unmount  atomic.Uint64       // bytes that the end of a mount discarded
 	store    fdstore.Store       // keeps the mounts while no process serves them; nil for none
@@ -30,7 +30,7 @@ type shared struct {
 }
 
 // lost counts and logs written data that the file system of the mount discards.
-func (s *mountStack) lost(l vfs.Loss) {
+func (s *mountStack) lost(l data.Loss) {
 	if l.Err != nil { // the program gets the error
 		s.shared.rejected.Add(l.Bytes)
 		s.shared.log.Debug("written data rejected", "dir", s.dir, "fileid", l.FileID, "handle", l.Handle, "offset",

@@ -12,6 +12,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -83,7 +84,7 @@ func DefaultOptions() Options {
 		AcDirMin:    30 * time.Second,
 		AcDirMax:    60 * time.Second,
 		LookupCache: "all",
-		DirtyExpire: vfs.DefaultDirtyExpire,
+		DirtyExpire: data.DefaultExpire,
 		DirtyBytes:  vfs.DefaultDirtyBytes,
 		LocalLock:   lockNone,
 		NConnect:    1,

@@ -19,6 +19,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -148,7 +149,7 @@ type TableConfig struct {
 
 // NewTable returns an empty table.
 func NewTable(c TableConfig) *Table {
-	common := &shared{log: c.Log.Named("mount"), dirty: vfs.NewDirtyTotal(c.DirtyBytes),
+	common := &shared{log: c.Log.Named("mount"), dirty: data.NewTotal(c.DirtyBytes),
 		store: c.Store, noStore: c.NoStore, helper: c.NotifyHelper, connects: xprt.NewConnectLimits(c.ConnectRate),
 		traces: c.Traces}
 	common.locks = nlm.NewService(nlm.ServiceConfig{Listen: c.LockListen, StateDir: c.StateDir,

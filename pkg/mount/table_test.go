@@ -20,6 +20,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
@@ -297,7 +298,7 @@ func TestCloseReportsLostData(t *testing.T) {
 	s := newFakeMount()
 	common := &shared{log: hclog.NewNullLogger()}
 	lose := func(bytes uint64, err error) {
-		(&mountStack{shared: common}).lost(vfs.Loss{FileID: 1, Bytes: bytes, Err: err})
+		(&mountStack{shared: common}).lost(data.Loss{FileID: 1, Bytes: bytes, Err: err})
 	}
 	s.unmount = func(m control.UmountMode) (bool, error) {
 		if m == control.UmountForce {

@@ -40,7 +40,7 @@ func nsec(t nfs.Time) uint32 { return min(t.Nsec, uint32(time.Second-1)) }
 // have lost.
 func (fs *FS) fillAttr(ino *inode, out *fuse.Attr, a *nfs.Attr) {
 	*out = fuse.Attr{
-		Ino: a.FileID, Size: max(a.Size, ino.data.Load().end()), Blocks: (a.Used + statBlock - 1) / statBlock,
+		Ino: a.FileID, Size: max(a.Size, ino.data.Load().End()), Blocks: (a.Used + statBlock - 1) / statBlock,
 		Atime: uint64(a.Atime.Sec), Atimensec: nsec(a.Atime),
 		Mtime: uint64(a.Mtime.Sec), Mtimensec: nsec(a.Mtime),
 		Ctime: uint64(a.Ctime.Sec), Ctimensec: nsec(a.Ctime),

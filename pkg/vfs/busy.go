@@ -1,59 +1,15 @@
 package vfs
 
 import (
-	"context"
 	"strconv"
 	"sync"
 	"syscall"
-
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // A server answers NFS3ERR_JUKEBOX when a call for one object would take long, for example while
 // a tape is loaded (RFC 1813 §2.6). The calls for this object are repeated. During the delays they
 // hold nothing that calls for other objects need: no slot of the transport, no slot for WRITE
 // calls, no buffer of a read, and no place among the kernel's background requests.
-
-// A busyMark tells whether a call with written data counts its file as busy.
-type busyMark bool
-
-// retryBusy is Retry for a call with written data. It counts the file as busy until the
-// server answers such a call otherwise. When the delays exceed BusyTimeout, it sets *err to
-// BusyErrno.
-func (fs *FS) retryBusy(ctx context.Context, ino *inode, err *error, try int, mark *busyMark) bool {
-	if !nfs.IsBusy(*err) {
-		fs.clearBusy(ino, mark)
-		return false
-	}
-	if !*mark {
-		fs.setBusy(ino, mark)
-	}
-	retry := fs.busy.Retry(ctx, *err, try)
-	if !retry && ctx.Err() == nil {
-		*err = fs.opts.BusyErrno
-	}
-	return retry
-}
-
-func (fs *FS) setBusy(ino *inode, mark *busyMark) {
-	*mark = true
-	fs.dirty.Lock()
-	defer fs.dirty.Unlock()
-	ino.wb().busy++
-	fs.serveWriters() // the waits of writers may be useless now
-}
-
-// clearBusy reverses the mark of retryBusy.
-func (fs *FS) clearBusy(ino *inode, mark *busyMark) {
-	if !*mark {
-		return
-	}
-	*mark = false
-	fs.dirty.Lock()
-	defer fs.dirty.Unlock()
-	ino.wb().busy--
-	fs.serveWriters()
-}
 
 // pauseRead is Retry for a call with cred that reads into t, of which done bytes are read. It
 // gives a buffer of the pool back during the delay, and sets *err to nil when the call must be
@@ -71,7 +27,7 @@ func (fs *FS) pauseRead(r *request, cred []byte, err *error, t *target, done, tr
 		return done
 	}
 	if len(t.all) == 0 {
-		buf := fs.getBuffer(r, cred)
+		buf := fs.data.Buffer(r, cred)
 		if buf == nil {
 			*err = syscall.EINTR
 			return 0

@@ -31,19 +31,12 @@
 //	file.go       open, flush, fsync, release: close-to-open consistency
 //	create.go     CREATE, and the open of a file that another client created first
 //	read.go       READ into memory of the connection, or into a buffer that the connection gives to the kernel
-//	pieces.go     data of a READ or WRITE in several pieces
 //	writebackcache.go writes that the kernel gathers in its pages
-//	write.go      write-behind: extents, WRITE
-//	overlay.go    reads and sizes that include data that the server may have lost
-//	dirty.go      bounds of the age and the size of written data
-//	drain.go      write of all data before the mount ends, and lost data
-//	droppages.go  cached pages of rejected data, and of data written past them
+//	write.go      writes, and the store of written data, which package data has
+//	drain.go      write of all data before the mount ends
 //	failure.go    panics
-//	buffers.go    the shares of reads and written data in the buffer pool
-//	reclaimer.go  writes back files while requests wait for buffers
-//	busy.go       retries after NFS3ERR_JUKEBOX
+//	busy.go       reads of a busy server
 //	invalid.go    replies that break the protocol
-//	commit.go     COMMIT, write verifiers, replay (RFC 1813 §3.3.7, §3.3.21, §4.8)
 //	readdir.go    READDIR and READDIRPLUS (RFC 1813 §3.3.16, §3.3.17)
 //	walk.go       attributes that one READDIRPLUS renews for a walk of a directory
 //	lock.go       fcntl(2) and flock(2) locks by package nlm
@@ -67,18 +60,7 @@
 // bits (default_permissions): both must allow an access. FIFOs, sockets, device files, chdir(2) and
 // access(2) cause no call, so only mode bits protect them.
 //
-// Data is sent UNSTABLE and kept until a COMMIT returns the verifier of every WRITE. When the
-// server restarts in between, the data is sent again in order. Reads, sizes and appends include the
-// data that is not committed, so that programs do not see this loss.
-//
-// Data of an open file is made stable when it is DirtyExpire old. When the server rejects data, the
-// open files report the error, and the kernel drops the data from its cache.
-//
-// The buffer pool bounds the memory for data. Readers and writers share it. While requests wait for
-// a buffer, other files are written back. The users whose requests wait have turns. A pool with a
-// single buffer is slow but correct.
-// DirtyBytes and DirtyTotal bound the data that is not stable. A mount whose server does not answer
-// holds no more than its own bound.
+// Written data is kept until it is stable on the server, see package data.
 //
 // A panic of a request or a goroutine fails the FS. Later requests return EIO and take no lock.
 // Data that the server accepts is still written.
@@ -111,18 +93,16 @@
 // # Locks
 //
 // credentials.mu and busyReads.mu each guard their fields.
-// reclaimer.mu guards its fields, and is held while reclaim takes FS.dirty.
 //
 // inodeTable.mu guards the maps, lookup counts, open counts and removals in flight. attr.State,
-// attr.Rights, name.Dir and nodeACLs of a node have locks. State.mu guards the records of requests.
-// writeback.mu guards the extents of one node. interrupts.mu guards the active requests.
-// handleLocks.mu guards the lock owners of one open file. reopens.mu, aclCalls, aclsAhead, FS.handles
-// and FS.dirty each guard one table. DirtyTotal.mu guards the bytes of several FSs. Code that may
-// panic unlocks with defer.
+// attr.Rights, name.Dir, data.File and nodeACLs of a node have locks. State.mu guards the records of
+// requests. interrupts.mu guards the active requests.
+// handleLocks.mu guards the lock owners of one open file. reopens.mu, aclCalls, aclsAhead and
+// FS.handles each guard one table. Code that may panic unlocks with defer.
 //
 // dirHandle.mu serializes the reads of one open directory. No other lock is held during an RPC.
 // Server.mu is held during umount(2), which may wait for the server. Only unmounts take Server.mu.
 //
-// Lock writeback.mu before FS.handles, FS.dirty and attr.State, FS.dirty before DirtyTotal.mu, and
-// inodeTable.mu and FS.handles before attr.State and name.Dir. Take each other lock alone.
+// Lock the locks of data.File before FS.handles and attr.State, and inodeTable.mu and FS.handles before
+// attr.State and name.Dir. Take each other lock alone.
 package vfs

@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 )
 
 // TestDrainKeepsAcceptedWrites ends a mount while programs write all the time. Drain must end, and
@@ -72,9 +73,9 @@ func TestDrainKeepsAcceptedWrites(t *testing.T) {
 // each file: data that is sent, data that is not sent, and data without COMMIT.
 func TestAbortReportsLostData(t *testing.T) {
 	e := startOwnExport(t)
-	var lost []Loss
+	var lost []data.Loss
 	m, s := e.mountScripted(t, mountConfig{
-		opts: Options{WSize: 16 << 10, Lost: func(l Loss) { lost = append(lost, l) }}})
+		opts: Options{WSize: 16 << 10, Lost: func(l data.Loss) { lost = append(lost, l) }}})
 	s.on(hang, nfs3.ProcCommit)
 	committing, err := os.Create(m.path("committing"))
 	must(t, err)
@@ -94,7 +95,7 @@ func TestAbortReportsLostData(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), testTimeout)
 	defer cancel()
 	m.fs.Close(ctx)
-	want := map[uint64]Loss{
+	want := map[uint64]data.Loss{
 		fileID(t, e, "committing"): {End: 40_000, Bytes: 40_000},
 		fileID(t, e, "waiting"):    {Offset: 1 << 20, End: 1<<20 + 100, Bytes: 100},
 	}

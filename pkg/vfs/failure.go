@@ -51,13 +51,6 @@ func (fs *FS) spawn(f func()) {
 	})
 }
 
-// spawnedSend is what spawn would run for send. spawn would allocate more for each extent.
-func (fs *FS) spawnedSend(ino *inode, e *extent) {
-	defer fs.work.Done()
-	defer fs.recovered()
-	fs.send(ino, e)
-}
-
 // recovered ends a panic of a goroutine. Defer it.
 func (fs *FS) recovered() {
 	if v := recover(); v != nil {
@@ -80,6 +73,6 @@ func (fs *FS) fail(v any) {
 		defer fs.Abort()
 		ctx, cancel := context.WithTimeout(context.Background(), failureFlushTimeout)
 		defer cancel()
-		fs.flush(ctx, failureStall)
+		fs.data.Flush(ctx, failureStall)
 	})
 }

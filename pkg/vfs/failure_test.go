@@ -10,8 +10,10 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 )
 
 func inodeNumber(st os.FileInfo) uint64 { return st.Sys().(*syscall.Stat_t).Ino }
@@ -48,20 +50,11 @@ func TestPanicFailsMountOnly(t *testing.T) {
 				t.Errorf("mkdir: got %v, want EIO", err)
 			}
 		}},
-		{"with locks", func(t *testing.T, m *testMount, _ *scripted, f *os.File) {
-			must(t, f.Sync())
-			d, ino := &m.fs.dirty, m.openInode()
-			d.Lock()
-			inodes := d.inodes
-			d.inodes = nil // the next write panics while it holds FS.dirty and writeback.mu
-			d.Unlock()
-			if _, err := f.Write([]byte("more data")); !errors.Is(err, syscall.EIO) {
-				t.Errorf("write: got %v, want EIO", err)
+		{"with locks", func(t *testing.T, m *testMount, s *scripted, f *os.File) {
+			s.on(times(1, status(nfs.ErrNoSpc)), nfs3.ProcWrite) // the report of the loss panics
+			if err := f.Sync(); err == nil {
+				t.Error("fsync: got success, want an error")
 			}
-			d.Lock()
-			d.inodes = inodes
-			d.inodes[ino] = &dirtyFile{} // its buffer returns to the pool
-			d.Unlock()
 		}},
 		{"in a sender", func(t *testing.T, m *testMount, s *scripted, f *os.File) {
 			s.on(times(1, panics), nfs3.ProcWrite)
@@ -73,7 +66,12 @@ func TestPanicFailsMountOnly(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			var failed failures
 			other := e.mount(t, mountConfig{})
-			m, s := e.mountScripted(t, mountConfig{opts: Options{Failed: failed.add}})
+			m, s := e.mountScripted(t, mountConfig{opts: Options{Failed: failed.add,
+				Lost: func(l data.Loss) {
+					if l.Err != nil { // the server rejected data
+						panic("test panic")
+					}
+				}}})
 			if m.fs.Failure() != "" {
 				t.Errorf("failure of a new mount: got %q, want none", m.fs.Failure())
 			}

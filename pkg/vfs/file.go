@@ -7,6 +7,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 )
 
 // A fileHandle is one open file. READs and WRITEs of a fileHandle use the credential of the user
@@ -20,10 +21,10 @@ type fileHandle struct {
 	state    *State   // nil if the mount is not kept
 	kept     keptSlot // owned by the goroutine that opens or releases the file
 	writable bool
-	direct   bool   // I/O past the kernel's pages
-	watched  bool   // guarded by FS.handles: open for buffered reads
-	closed   bool   // guarded by FS.handles
-	errSeen  uint64 // guarded by ino.wb().mu: number of errors reported so far
+	direct   bool // I/O past the kernel's pages
+	watched  bool // guarded by FS.handles: open for buffered reads
+	closed   bool // guarded by FS.handles
+	errors   data.Errors
 	// setID is true after a write to a file with a set-user-ID or set-group-ID bit. The server may
 	// have cleared the bit.
 	setID atomic.Bool
@@ -57,11 +58,7 @@ func (fs *FS) makeFile(ino *inode, cred []byte, flags uint32) *fileHandle {
 	if !h.direct {
 		ino.attr.Buffer()
 	}
-	if w := ino.data.Load(); w != nil {
-		w.mu.Lock()
-		h.errSeen = w.errSeq
-		w.mu.Unlock()
-	}
+	ino.data.Load().Open(&h.errors)
 	return h
 }
 
@@ -282,7 +279,7 @@ func (fs *FS) syncFile(r *request, h *fileHandle) error {
 	if err := fs.sync(r, h.ino); err != nil {
 		return err
 	}
-	if err := h.ino.data.Load().awaitDropped(r); err != nil {
+	if err := h.ino.data.Load().AwaitDropped(r); err != nil {
 		return err
 	}
 	if fs.isAborted() {
@@ -315,12 +312,7 @@ func (fs *FS) Release(cancel <-chan struct{}, in *fuse.ReleaseIn) {
 		fs.handles.releasing[h] = struct{}{}
 	}
 	fs.handles.Unlock()
-	dirty := false
-	if w := h.ino.data.Load(); w != nil && h.writable {
-		w.mu.Lock()
-		dirty = !w.clean()
-		w.mu.Unlock()
-	}
+	dirty := h.writable && !h.ino.data.Load().Clean()
 	if !dirty && !locks {
 		fs.closeFile(h)
 		return

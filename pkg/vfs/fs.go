@@ -18,6 +18,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/name"
 )
 
@@ -40,8 +41,6 @@ const (
 	DefaultDirCount   = 64 << 10 // bytes
 	DefaultMaxWrites  = 16
 	DefaultDirtyBytes = 32 << 20
-	// readBuffers of the private pool are left for reads while DirtyBytes of data wait.
-	readBuffers = 8
 )
 
 // Options configures an FS. The attribute cache times have no defaults. Each other field has a
@@ -88,10 +87,10 @@ type Options struct {
 	// would exceed the bound. The bound is at least one buffer. The default is DefaultDirtyBytes.
 	DirtyBytes int64
 	// DirtyTotal, if not nil, bounds the dirty data of all FSs that share it.
-	DirtyTotal *DirtyTotal
+	DirtyTotal *data.Total
 	// Lost, if not nil, is called for data that the FS discards: for each range that the server
 	// rejects, and in Close for each file. Lost must not block and must not call the FS.
-	Lost func(Loss)
+	Lost func(data.Loss)
 	// Failed, if not nil, is called after each panic of the FS with the panic and the stack. Failed
 	// must not block and must not call the FS.
 	Failed func(reason string, stack []byte)
@@ -145,7 +144,7 @@ type Sample struct {
 // DefaultOptions returns the defaults of nfs(5).
 func DefaultOptions() Options {
 	return Options{AcRegMin: 3 * time.Second, AcRegMax: 60 * time.Second, AcDirMin: 30 * time.Second,
-		AcDirMax: 60 * time.Second, DirtyExpire: DefaultDirtyExpire}
+		AcDirMax: 60 * time.Second, DirtyExpire: data.DefaultExpire}
 }
 
 // An FS is one NFSv3 file system for one mount. FS implements fuse.RawFileSystem. The kernel calls
@@ -185,22 +184,19 @@ type FS struct {
 		// files that the kernel has released and whose locks are not released yet
 		releasing map[*fileHandle]struct{}
 	}
-	dirty     dirtySet
-	reclaimer reclaimer
-	restored  []func() // work that an earlier process has left, for resume
+	data     data.Store
+	restored []func() // work that an earlier process has left, for resume
 	// files that an earlier process has hidden, by hidden name; set before the FS is used
 	hiddenBefore map[string]*inode
 	draining     atomic.Bool            // each write waits for stable storage
-	progress     atomic.Uint64          // changes while the server accepts data
 	failure      atomic.Pointer[string] // nil while the FS works
 
 	returned    atomic.Int64 // room of returnedNames
 	reopens     reopens
 	aclCalls    aclCalls
 	aclsAhead   aclsAhead
-	noPlus      atomic.Bool // the server does not support READDIRPLUS
-	maxFileSize uint64      // the server's limit in bytes; set before the FS is used
-	writeSlots  chan struct{}
+	noPlus      atomic.Bool    // the server does not support READDIRPLUS
+	maxFileSize uint64         // the server's limit in bytes; set before the FS is used
 	work        sync.WaitGroup // goroutines that write back
 
 	closeOnce sync.Once
@@ -216,7 +212,7 @@ func New(ctx context.Context, server nfs.Server, root nfs.Handle, opts Options) 
 		return nil, err
 	}
 	fs := &FS{RawFileSystem: fuse.NewDefaultRawFileSystem(), server: server, opts: opts, state: opts.State,
-		buffers: opts.Buffers, writeSlots: make(chan struct{}, opts.MaxWrites), aborted: make(chan struct{}),
+		buffers: opts.Buffers, aborted: make(chan struct{}),
 		closed: make(chan struct{})}
 	fs.busy = nfs.BusyPolicy{Timeout: opts.BusyTimeout, Retries: &fs.Counters.JukeboxRetries}
 	fs.setCaches()
@@ -224,7 +220,6 @@ func New(ctx context.Context, server nfs.Server, root nfs.Handle, opts Options) 
 	fs.creds.guest = opts.Guest
 	fs.handles.files, fs.handles.dirs = make(map[uint64]*fileHandle), make(map[uint64]*dirHandle)
 	fs.handles.releasing = make(map[*fileHandle]struct{})
-	fs.dirty.inodes = make(map[*inode]*dirtyFile)
 	fs.interrupts.onInterrupt = func() { fs.Counters.Interrupts.Add(1) }
 	fs.interrupts.onPanic = fs.fail
 	fs.handles.last = fs.state.firstID()
@@ -260,6 +255,7 @@ func New(ctx context.Context, server nfs.Server, root nfs.Handle, opts Options) 
 		fs.buffers, fs.ownBuffers = membuf.NewPool(BufferPool(fs.opts.DirtyBytes)), true
 	}
 	fs.opts.WSize = min(fs.opts.WSize, fs.buffers.Size())
+	fs.setData()
 	if fs.state != nil && fs.state.restored {
 		r := &fs.state.mu.mount
 		fs.limitWriteback(r.init[:r.initLen])
@@ -272,7 +268,7 @@ func New(ctx context.Context, server nfs.Server, root nfs.Handle, opts Options) 
 
 // BufferPool returns the size and the number of the buffers of an FS with this DirtyBytes.
 func BufferPool(dirtyBytes int64) (size, limit int) {
-	return MaxIOSize, int((dirtyBytes+MaxIOSize-1)/MaxIOSize) + readBuffers
+	return MaxIOSize, int((dirtyBytes+MaxIOSize-1)/MaxIOSize) + data.ReadBuffers
 }
 
 // serverLimit returns the smaller of own and the server's limit. serverLimit ignores a limit of 0.
@@ -358,15 +354,15 @@ func (fs *FS) Close(ctx context.Context) {
 	fs.closeOnce.Do(func() { close(fs.closed) })
 	fs.aclsAhead.stop() // do not wait for a server that does not answer
 	fs.endWatch()
-	fs.flush(ctx, 0) // the writers got their errors from close(2)
-	fs.stopExpiry()
+	fs.data.Flush(ctx, 0) // the writers got their errors from close(2)
+	fs.data.StopTimer()
 	stop := context.AfterFunc(ctx, fs.Abort)
 	fs.work.Wait()
 	stop()
 	fs.Abort()
 	fs.work.Wait()
 	fs.interrupts.stop()
-	fs.freeExtents()
+	fs.data.Close()
 	if fs.ownBuffers {
 		fs.buffers.Close()
 	}

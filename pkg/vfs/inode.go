@@ -9,6 +9,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/name"
 )
 
@@ -35,18 +36,9 @@ type inode struct {
 	rights atomic.Pointer[attr.Rights] // see grants
 	acls   atomic.Pointer[nodeACLs]    // see aclsOf
 	silly  atomic.Pointer[sillyName]   // current name of a removed file that is still open
-	data   atomic.Pointer[writeback]   // nil until it is needed; see wb
+	data   atomic.Pointer[data.File]   // nil until it is needed; see FS.written
 
 	sameHash *inode // guarded by inodeTable.mu; see handleMap
-}
-
-// wb returns the written data of a file. It makes an empty one when there is none.
-func (ino *inode) wb() *writeback {
-	if w := ino.data.Load(); w != nil {
-		return w
-	}
-	ino.data.CompareAndSwap(nil, new(writeback))
-	return ino.data.Load()
 }
 
 // grants returns the rights that the server gave to users of a node.

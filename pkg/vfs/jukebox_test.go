@@ -18,6 +18,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/memnfs"
 )
 
 // busyFiles answers NFS3ERR_JUKEBOX to calls whose first argument is the handle of a file whose
@@ -47,7 +48,7 @@ func (m *testMount) busyFiles(t *testing.T, prefix string, n int, over <-chan st
 // busyCase lists how many files are busy, and which calls.
 type busyCase struct {
 	name    string
-	proc    nfs3.Proc
+	proc    memnfs.Call
 	files   int
 	readers int // of each file; 0: one writer
 	size    int // bytes that each writer writes
@@ -60,13 +61,13 @@ type busyCase struct {
 func TestBusyFilesDoNotBlockOthers(t *testing.T) {
 	const unit = MinIOSize
 	for _, c := range []busyCase{
-		{name: "more readers than buffers", proc: nfs3.ProcRead, files: 1, readers: 8, buffers: 4},
-		{name: "writer fills the pool", proc: nfs3.ProcWrite, files: 1, size: 40 * unit, buffers: 16},
-		{name: "writer takes all write permits", proc: nfs3.ProcWrite, files: 1, size: 3 * unit, buffers: 16,
+		{name: "more readers than buffers", proc: memnfs.Read, files: 1, readers: 8, buffers: 4},
+		{name: "writer fills the pool", proc: memnfs.Write, files: 1, size: 40 * unit, buffers: 16},
+		{name: "writer takes all write permits", proc: memnfs.Write, files: 1, size: 3 * unit, buffers: 16,
 			opts: Options{MaxWrites: 2}},
-		{name: "commit", proc: nfs3.ProcCommit, files: 1, size: 40 * unit, buffers: 16},
-		{name: "more files than buffers", proc: nfs3.ProcWrite, files: 10, size: 2 * unit, buffers: 4},
-		{name: "single buffer", proc: nfs3.ProcWrite, files: 1, size: 2 * unit, buffers: 1},
+		{name: "commit", proc: memnfs.Commit, files: 1, size: 40 * unit, buffers: 16},
+		{name: "more files than buffers", proc: memnfs.Write, files: 10, size: 2 * unit, buffers: 4},
+		{name: "single buffer", proc: memnfs.Write, files: 1, size: 2 * unit, buffers: 1},
 	} {
 		t.Run(c.name, func(t *testing.T) { synctest.Test(t, c.run) })
 	}
@@ -74,7 +75,8 @@ func TestBusyFilesDoNotBlockOthers(t *testing.T) {
 
 func (c *busyCase) run(t *testing.T) {
 	const free = 6 * MinIOSize
-	s := &memServer{busy: c.proc}
+	s := &memnfs.Server{}
+	s.SetBusy(c.proc)
 	fs := bareFS(s, testPool(t, c.buffers), c.opts)
 	fs.handles.files = make(map[uint64]*fileHandle)
 	var users sync.WaitGroup
@@ -123,10 +125,10 @@ func (c *busyCase) run(t *testing.T) {
 			t.Errorf("use of %d bytes of another file: still waits", size)
 		}
 	}
-	s.setBusy(0) // NULL: none
+	s.SetBusy(memnfs.None)
 	users.Wait()
 	fs.Close(t.Context())
-	if n := s.stableBytes(); n != free+c.files*c.size {
+	if n := s.Stable(); n != free+c.files*c.size {
 		t.Errorf("stable bytes: got %d, want %d", n, free+c.files*c.size)
 	}
 }

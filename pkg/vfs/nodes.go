@@ -263,7 +263,7 @@ func (fs *FS) Readlink(cancel <-chan struct{}, h *fuse.InHeader) ([]byte, fuse.S
 
 func (fs *FS) readlink(r *request, ino *inode) ([]byte, error) {
 	// The server may write the path with RDMA. Not every device reaches memory outside the pool.
-	buf := fs.getBuffer(r, r.cred)
+	buf := fs.data.Buffer(r, r.cred)
 	if buf == nil {
 		return nil, syscall.EINTR
 	}

@@ -33,4 +33,4 @@ func (fs *FS) Oldest() (oldest Waiting, ok bool) {
 }
 
 // Progress returns a number that grows whenever the server accepts written data.
-func (fs *FS) Progress() uint64 { return fs.progress.Load() }
+func (fs *FS) Progress() uint64 { return fs.data.Progress() }

@@ -7,6 +7,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 )
 
 // maxEmptyReads bounds the consecutive READ replies without data and without EOF.
@@ -42,10 +43,10 @@ func (res *readResult) Done() {
 // A target is where the data of a READ or READLINK goes: memory of the connection, or a buffer of the
 // pool.
 type target struct {
-	all  pieces // the memory; empty without any
-	buf  []byte // the buffer of the pool, or nil
+	all  data.Pieces // the memory; empty without any
+	buf  []byte      // the buffer of the pool, or nil
 	one  [1][]byte
-	part pieces // memory of one call
+	part data.Pieces // memory of one call
 }
 
 // useBuffer makes a buffer of the pool the memory.
@@ -63,9 +64,9 @@ func (t *target) dropBuffer(fs *FS) {
 }
 
 // slice returns the memory of the range from byte from to byte to. It is valid until the next call.
-func (t *target) slice(from, to int) pieces {
+func (t *target) slice(from, to int) data.Pieces {
 	clear(t.part)
-	t.part = t.all.appendPart(t.part[:0], from, to)
+	t.part = t.all.AppendPart(t.part[:0], from, to)
 	return t.part
 }
 
@@ -140,7 +141,7 @@ func (fs *FS) getReadBuffer(r *request, h *fileHandle, in *fuse.ReadIn) []byte {
 		fs.busyReads.begin(false, 0)
 		defer fs.busyReads.end(false)
 	}
-	return fs.getBuffer(r, h.cred)
+	return fs.data.Buffer(r, h.cred)
 }
 
 // readFull reads in.Size bytes into t, or fewer at the end of the file on the server. After an
@@ -177,4 +178,23 @@ func (fs *FS) readFull(r *request, h *fileHandle, in *fuse.ReadIn, t *target) (d
 		}
 		try = 0
 	}
+}
+
+// maxRereads bounds the READs of one request while replays of the file end.
+const maxRereads = 64
+
+// readCurrent is readFull with the data of the extents. When a replayed extent was released during
+// the READ, the server may have executed the READ before the replay: readCurrent then reads again.
+func (fs *FS) readCurrent(r *request, h *fileHandle, in *fuse.ReadIn, t *target) (n int, err error) {
+	for range maxRereads {
+		before := h.ino.data.Load().Replayed()
+		if n, err = fs.readFull(r, h, in, t); err != nil {
+			return 0, err
+		}
+		var ok bool
+		if n, ok = h.ino.data.Load().Overlay(t.all, int(in.Size), n, in.Offset, before); ok {
+			return n, nil
+		}
+	}
+	return 0, fs.invalidReply(h.ino, "the write verifier keeps changing during a READ")
 }

@@ -9,6 +9,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/name"
 )
 
@@ -113,8 +114,7 @@ func (r *restoration) openFiles() error {
 		h.flushed.Store(true) // perhaps: rmdir then waits for the RELEASE
 		h.locks.used = r.fs.opts.Locks != nil
 		if e := syscall.Errno(r.s.files.Counter(slot)); e != 0 {
-			w := ino.wb()
-			w.err, w.errSeq = e, 1
+			r.fs.written(ino).RestoreError(e)
 			r.err[h] = true
 		}
 		r.files[h.id] = h
@@ -228,17 +228,8 @@ func (r *restoration) extent(k *keptExtent) error {
 	if n > uint64(len(buf)) {
 		return damaged("%d bytes in a buffer of %d", n, len(buf))
 	}
-	w := ino.wb()
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.seq++
-	e := &extent{seq: w.seq, off: k.off, buf: buf, n: int(n), cred: cred, open: k.open,
-		stable: nfs.Unstable, kept: k.slot}
-	w.sending = append(w.sending, e)
-	fs.takeDirtyAlways(ino)
-	fs.markDirty(ino)
-	ino.attr.RestoreWrite(e.end())
-	r.work = append(r.work, func() { fs.send(ino, e) })
+	w := data.Writer{Cred: cred, State: k.open}
+	r.work = append(r.work, fs.written(ino).RestoreExtent(&w, k.off, buf, int(n), data.Record(k.slot)))
 	return nil
 }
 
@@ -256,16 +247,7 @@ func (r *restoration) requests() error {
 // finish sets which errors the open files have reported, and drops nodes that are not in use.
 func (r *restoration) finish() {
 	for _, h := range r.files {
-		w := h.ino.data.Load()
-		if w == nil {
-			continue
-		}
-		w.mu.Lock()
-		h.errSeen = w.errSeq
-		if r.err[h] {
-			h.errSeen--
-		}
-		w.mu.Unlock()
+		h.ino.data.Load().RestoreErrors(&h.errors, r.err[h])
 	}
 	t := &r.fs.inodes
 	t.mu.Lock()

@@ -95,7 +95,7 @@ func BenchmarkNodeMemory(b *testing.B) {
 		b.ReportMetric(float64(known-before)/files-8, "B/file") // without ids
 		open := heapInUse()
 		for _, id := range ids {
-			fs.inodes.get(id).wb()
+			fs.written(fs.inodes.get(id))
 		}
 		b.ReportMetric(float64(open-known)/files, "B/open-file")
 		b.ReportMetric(float64(heapInUse()-open)/files, "B/written-file")

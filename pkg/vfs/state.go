@@ -12,6 +12,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 )
 
 // stateSchema is the version of the records below. A change of a record, or of what it means, needs
@@ -464,32 +465,41 @@ func (s *State) freeHidden(silly *sillyName) {
 	}
 }
 
-// addExtent records an extent without data. The caller holds writeback.mu.
-func (s *State) addExtent(fs *FS, ino *inode, e *extent) {
-	if s == nil {
-		return
+// dataRecords keeps the extents of written data.
+type dataRecords struct {
+	*State
+	fs *FS
+}
+
+func (fs *FS) dataRecords() data.Records {
+	if fs.state == nil {
+		return nil
 	}
-	i, ok := fs.buffers.Index(e.buf)
+	return dataRecords{fs.state, fs}
+}
+
+// AddExtent implements data.Records. There are as many records as buffers, and they have memory.
+func (s dataRecords) AddExtent(f *data.File, cred []byte, open nfs.OpenState, off uint64,
+	buf []byte) (data.Record, bool) {
+	i, ok := s.fs.buffers.Index(buf)
 	if !ok {
-		return
+		return 0, false
 	}
-	r := extentRecord{node: ino.id, seq: s.seq.Add(1), off: e.off, buffer: uint32(i), open: e.open}
-	r.cred.set(e.cred)
-	// There are as many records as buffers, and they have memory.
-	e.kept, _ = s.extents.Add(&r, 0)
+	r := extentRecord{node: f.ID, seq: s.seq.Add(1), off: off, buffer: uint32(i), open: open}
+	r.cred.set(cred)
+	ref, err := s.extents.Add(&r, 0)
+	return data.Record(ref), err == nil
 }
 
-// setLength records the number of bytes of an extent, after they were copied.
-func (s *State) setLength(e *extent) {
-	if s != nil {
-		s.extents.SetCounter(e.kept, uint64(e.n))
-	}
+// SetLength implements data.Records.
+func (s dataRecords) SetLength(ref data.Record, n int) {
+	s.extents.SetCounter(keptSlot(ref), uint64(n))
 }
 
-func (s *State) freeExtent(e *extent) {
-	if s != nil {
-		s.extents.Remove(&e.kept)
-	}
+// FreeExtent implements data.Records.
+func (s dataRecords) FreeExtent(ref data.Record) {
+	slot := keptSlot(ref)
+	s.extents.Remove(&slot)
 }
 
 // setSoleUser records the state of a soleUser.

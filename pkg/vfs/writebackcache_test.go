@@ -126,7 +126,7 @@ func TestWritebackErrorReportedOnce(t *testing.T) {
 		// The kernel sends the page in the background. The second one comes after the error.
 		const wait = unix.SYNC_FILE_RANGE_WRITE | unix.SYNC_FILE_RANGE_WAIT_AFTER
 		must(t, unix.SyncFileRange(fds[0], i<<12, 1<<12, wait))
-		m.fs.flush(t.Context(), 0)
+		m.fs.data.Flush(t.Context(), 0)
 	}
 	for i, fd := range fds {
 		if err := unix.Fsync(fd); err != unix.ENOSPC {

@@ -73,10 +73,7 @@ func TestSetattrCommitsWritesFirst(t *testing.T) {
 			var asked atomic.Bool
 			s.on(func(_ context.Context, _ *sunrpc.Message, pass func() error) error {
 				asked.Store(true)
-				w := m.openInode().wb()
-				w.mu.Lock()
-				defer w.mu.Unlock()
-				if !w.clean() {
+				if !m.openInode().data.Load().Clean() {
 					t.Error("SETATTR was sent before the data was stable")
 				}
 				return pass()

@@ -19,6 +19,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
@@ -172,7 +173,7 @@ func serveChild(o *childOrder) error {
 	}
 	opts := vfs.DefaultOptions()
 	opts.Guest, opts.Buffers, opts.State, opts.Settled = true, c.buffers, c.fs, tr.ReleaseReserved
-	opts.Lost = func(l vfs.Loss) { report(&childReport{Err: fmt.Sprintf("lost data: %+v", l)}) }
+	opts.Lost = func(l data.Loss) { report(&childReport{Err: fmt.Sprintf("lost data: %+v", l)}) }
 	opts.Failed = func(reason string, stack []byte) {
 		report(&childReport{Err: fmt.Sprintf("failed: %s\n%s", reason, stack)})
 	}
