@@ -9,7 +9,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	dto "github.com/prometheus/client_model/go"
@@ -258,21 +257,18 @@ func metricType(m *dto.Metric) string {
 
 // fullSnapshot returns a mount that has a value for each metric.
 func fullSnapshot() metrics.Snapshot {
-	var h metrics.Histogram
-	h.Observe(time.Millisecond)
-	times := []metrics.NamedHistogram{{Name: "READ", HistogramData: h.Data()}}
-	phases := []metrics.NamedPhases{{Name: "READ", Phases: new(metrics.Phases)}}
+	times := []metrics.NamedTimes{{Name: "READ", Times: new(metrics.Times)}}
 	var spent ledger.Times
 	spent.Begin(1)
 	spent.Mark(ledger.PhaseServer, 2)
-	phases[0].Observe(&spent)
+	times[0].Observe(&spent)
 	files := new(vfs.Counters)
 	files.Ops[vfs.OpRead].Add(1)
 	return metrics.Snapshot{Connections: []metrics.Connection{{}},
 		Transport: stats.Transport{Connections: map[string]uint64{stats.Connected: 1},
 			MRStates: map[string]uint64{"valid": 1}},
 		Files: files, State: &vfs.StateStats{Records: map[string]uint64{"files": 1}}, Locks: new(nlm.Counters),
-		Procs: times, Ops: times, ProcPhases: phases, OpPhases: phases, Faults: map[string]uint64{"disconnect": 1}}
+		Procs: times, Ops: times, Faults: map[string]uint64{"disconnect": 1}}
 }
 
 func referExitCodes(page *bytes.Buffer) {

@@ -63,21 +63,27 @@ func TestStatsShowsLoad(t *testing.T) {
 	w.mountWith(t, other, "ro")
 	statsLoad(t, dir)
 
-	var l []statview.Report
-	out := w.run(t, "stats", "--output", "json", dir).succeeds(t).stdout
-	if err := json.Unmarshal([]byte(out), &l); err != nil || len(l) != 1 || l[0].Dir != dir {
-		t.Fatalf("got %s, %v, want the report of %s", out, err, dir)
-	}
-	r := &l[0]
+	var r *statview.Report
+	counts := make(map[string]int)
 	total := func(rate float64) int { return int(math.Round(rate * r.Interval)) }
+	kit.Eventually(t, "all reads and the create", func() bool { // a request is counted after its reply
+		var l []statview.Report
+		out := w.run(t, "stats", "--output", "json", dir).succeeds(t).stdout
+		if err := json.Unmarshal([]byte(out), &l); err != nil || len(l) != 1 || l[0].Dir != dir {
+			t.Fatalf("got %s, %v, want the report of %s", out, err, dir)
+		}
+		r = &l[0]
+		for _, o := range append(r.Operations, r.Procedures...) {
+			counts[o.Name] = total(o.Rate)
+		}
+		return counts["read"] >= statsBlocks && counts["create"] > 0
+	})
 	if total(r.ReadBytes) != statsBlock*statsBlocks || total(r.WrittenBytes) != statsBlock*statsBlocks ||
 		total(r.SentBytes) != statsBlock*statsBlocks {
 		t.Errorf("got %d bytes read, %d written, %d accepted, want %d of each", total(r.ReadBytes),
 			total(r.WrittenBytes), total(r.SentBytes), statsBlock*statsBlocks)
 	}
-	counts := make(map[string]int)
 	for _, o := range append(r.Operations, r.Procedures...) {
-		counts[o.Name] = total(o.Rate)
 		if o.Mean <= 0 || o.P50 <= 0 || o.P90 < o.P50 || o.P99 < o.P90 {
 			t.Errorf("got %+v, want times in order", o)
 		}

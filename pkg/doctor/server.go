@@ -335,7 +335,7 @@ func (s *server) nullOverTCP(ctx context.Context, port int) error {
 	}
 	c := rpctcp.New(conn, rpctcp.Options{})
 	defer c.Close()
-	return nfs3.NewClient(c, nfs3.Options{}).Null(ctx, sunrpc.AppendAuthNone(nil))
+	return nfs3.NewClient(c).Null(ctx, sunrpc.AppendAuthNone(nil))
 }
 
 func (s *server) chooseProvider(ctx context.Context) finding {
@@ -361,7 +361,7 @@ func (s *server) connect(ctx context.Context) finding {
 	if s.transport, err = xprt.New(c); err != nil {
 		return fail(err, "")
 	}
-	s.client = nfs3.NewClient(s.transport, nfs3.Options{})
+	s.client = nfs3.NewClient(s.transport)
 	s.connected = s.transport.Connect(ctx)
 	at := s.transport.Address()
 	var e *verbs.ConnError

@@ -115,10 +115,8 @@ func (s *Snapshot) collect(ch chan<- prometheus.Metric) {
 		}
 		send(addrDesc, prometheus.GaugeValue, connected, strconv.Itoa(i), c.Address)
 	}
-	s.histograms(ch, procDesc, s.Procs)
-	s.histograms(ch, opDesc, s.Ops)
-	s.phaseSeries(ch, procPhaseDesc, s.ProcPhases)
-	s.phaseSeries(ch, opPhaseDesc, s.OpPhases)
+	s.sendTimes(ch, procDesc, procPhaseDesc, s.Procs)
+	s.sendTimes(ch, opDesc, opPhaseDesc, s.Ops)
 	if s.Locks != nil {
 		for _, one := range lockSeries {
 			send(one.desc, one.kind, one.value(s.Locks))
@@ -274,12 +272,4 @@ func FaultInjection(on bool) prometheus.Collector {
 		g.Set(1)
 	}
 	return g
-}
-
-func (s *Snapshot) histograms(ch chan<- prometheus.Metric, d *prometheus.Desc, hs []NamedHistogram) {
-	for i := range hs {
-		h := &hs[i]
-		ch <- prometheus.MustNewConstHistogram(d, h.Count, h.Sum.Seconds(), h.cumulative(), s.Mount, s.Server,
-			s.Provider, h.Name)
-	}
 }

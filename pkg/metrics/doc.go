@@ -2,9 +2,9 @@
 // the kernel's mountstats.
 //
 // The counters belong to other packages: stats.Transport to the transports, vfs.Counters to the
-// file system. This package counts only times ([Histogram], [Phases]). A [Collector] keeps no state
-// between scrapes: each scrape asks a function for one [Snapshot] per mount. A mount that has ended
-// is missing from the next scrape, and the data path does no work for a scrape.
+// file system. This package counts only times ([Times]). A [Collector] keeps no state between
+// scrapes: each scrape asks a function for one [Snapshot] per mount. A mount that has ended is
+// missing from the next scrape, and the data path does no work for a scrape.
 //
 // # Names
 //
@@ -15,12 +15,12 @@
 //
 // # Locks
 //
-// The package has no locks. A [Histogram] and [Phases] consist of atomics; everything else is a
-// copy.
+// The package has no locks. [Times] consist of atomics; everything else is a copy.
 //
-// # Phases
+// # Times
 //
-// [Phases] are shown as native histograms of Prometheus. Their buckets are counted here and not by
-// the client library, whose native histograms take a lock and allocate. A scraper without native
-// histograms gets the count and the sum.
+// An ended RPC or FUSE request is counted once, in one [Times]. It is shown as two metrics: a
+// histogram of the durations, and a native histogram of Prometheus for each phase. The buckets of
+// the phases are counted here and not by the client library, whose native histograms take a lock and
+// allocate. A scraper without native histograms gets the count and the sum.
 package metrics

@@ -42,21 +42,17 @@ func TestXprtLineKeepsKernelOrder(t *testing.T) {
 const addr = "192.0.2.1:20049" // of the server
 
 func snapshots() []Snapshot {
-	var h Histogram
-	h.Observe(time.Millisecond)
-	h.Observe(time.Hour)
 	var f vfs.Counters
 	f.ReadBytes.Add(30)
 	f.Ops[vfs.OpRead].Add(31)
 	f.Errors[vfs.OpRead].Add(33)
 	f.Ops[vfs.OpForget].Add(32)
-	ops := []NamedHistogram{{"READ", h.Data()}}
-	phases := []NamedPhases{{"READ", new(Phases)}}
-	phases[0].Observe(server(time.Millisecond))
+	times := []NamedTimes{{"READ", new(Times)}}
+	times[0].Observe(server(time.Millisecond))
 	return []Snapshot{
 		{Mount: "/mnt/a", Server: addr, Provider: "softiwarp", Transport: distinct(),
 			Connections: []Connection{{"[::1]:1", true}, {"[::2]:1", false}},
-			Files:       &f, Procs: ops, Ops: ops, ProcPhases: phases, OpPhases: phases,
+			Files:       &f, Procs: times, Ops: times,
 			State: &vfs.StateStats{Restarts: 35, Records: map[string]uint64{"files": 36, "nodes": 37}}},
 		{Mount: "/mnt/b", Server: addr, Provider: "softiwarp", Files: new(vfs.Counters)},
 	}
@@ -209,25 +205,5 @@ nfsrdmad_credits{mount="/mnt/a",provider="",server=""} 0
 `
 	if err := promtest.CollectAndCompare(c, strings.NewReader(want), "nfsrdmad_credits"); err != nil {
 		t.Error(err)
-	}
-}
-
-func TestHistogram(t *testing.T) {
-	var h Histogram
-	for _, d := range []time.Duration{0, Bounds[0], Bounds[0] + 1, time.Hour} {
-		h.Observe(d)
-	}
-	d := h.Data()
-	if d.Count != 4 || d.Buckets[0] != 2 || d.Buckets[1] != 1 {
-		t.Errorf("histogram: got %+v, want count 4 and buckets 2, 1", d)
-	}
-	if want := 2*Bounds[0] + 1 + time.Hour; d.Sum != want {
-		t.Errorf("sum: got %v, want %v", d.Sum, want)
-	}
-	if cum := d.cumulative(); cum[Bounds[len(Bounds)-1].Seconds()] != 3 {
-		t.Errorf("last bucket: got %v, want 3 (the observation of 1 h exceeds the last bound)", cum)
-	}
-	if n := testing.AllocsPerRun(100, func() { h.Observe(time.Second) }); n != 0 {
-		t.Errorf("allocations of Observe: got %v, want 0", n)
 	}
 }

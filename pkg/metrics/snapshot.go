@@ -26,9 +26,7 @@ type Snapshot struct {
 	Locks *nlm.Counters
 	// Procs are the RPC times by procedure of NFSv3 and NFSACL, and Ops the FUSE times by
 	// operation. Names without samples may be left out.
-	Procs, Ops []NamedHistogram
-	// ProcPhases and OpPhases are the times in each phase, by the same names.
-	ProcPhases, OpPhases []NamedPhases
+	Procs, Ops []NamedTimes
 	// Stalled is the age of the oldest request without reply of a stalled mount, and 0 of other
 	// mounts. Stalls counts how often a stall began.
 	Stalled time.Duration
@@ -41,10 +39,4 @@ type Snapshot struct {
 type Connection struct {
 	Address   string // RDMA address HOST:PORT, also of the last attempt to connect
 	Connected bool
-}
-
-// A NamedHistogram holds the times of one procedure or operation.
-type NamedHistogram struct {
-	Name string
-	HistogramData
 }

@@ -84,7 +84,7 @@ func TestServerErrorsNameTheProblem(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		err = s.newFS(ctx, nfs3.NewClient(&s.transports, nfs3.Options{}), root, hclog.NewNullLogger())
+		err = s.newFS(ctx, nfs3.NewClient(&s.transports), root, hclog.NewNullLogger())
 		for _, want := range append(strings.Split(tt.want, "|"), "NFS server "+server.String(), "; ") {
 			if err == nil || !strings.Contains(err.Error(), want) {
 				t.Errorf("%s: got error %v, want %q in it", tt.name, err, want)

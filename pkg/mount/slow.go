@@ -20,9 +20,9 @@ import (
 // phases holds the times of the calls of one mount in each phase, and its slowest calls. It passes
 // sampled calls to traces.
 type phases struct {
-	procs    [nfs3.NumProcs]metrics.Phases
-	aclProcs [nfsacl.NumProcs]metrics.Phases
-	ops      [vfs.NumOps]metrics.Phases
+	procs    [nfs3.NumProcs]metrics.Times
+	aclProcs [nfsacl.NumProcs]metrics.Times
+	ops      [vfs.NumOps]metrics.Times
 	slowRPCs ledger.Slowest[slowCall]
 	slowOps  ledger.Slowest[slowCall]
 	traces   *traces // nil if traces are off
@@ -114,11 +114,11 @@ func slowCalls(all []slowCall) []control.SlowCall {
 }
 
 // named returns those of all that have samples.
-func named[N ~uint8 | ~uint32](all []metrics.Phases, name func(N) string) []metrics.NamedPhases {
-	var l []metrics.NamedPhases
+func named[N ~uint8 | ~uint32](all []metrics.Times, name func(N) string) []metrics.NamedTimes {
+	var l []metrics.NamedTimes
 	for i := range all {
-		if !all[i].Empty() {
-			l = append(l, metrics.NamedPhases{Name: name(N(i)), Phases: &all[i]})
+		if all[i].Durations().Count > 0 {
+			l = append(l, metrics.NamedTimes{Name: name(N(i)), Times: &all[i]})
 		}
 	}
 	return l

@@ -21,7 +21,6 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
-	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
@@ -69,9 +68,6 @@ type mountStack struct {
 	fs         *vfs.FS
 	lockedFS   atomic.Pointer[vfs.FS] // fs, for locks, which exists before
 	server     frontServer
-	procs      [nfs3.NumProcs]metrics.Histogram
-	aclProcs   [nfsacl.NumProcs]metrics.Histogram
-	ops        [vfs.NumOps]metrics.Histogram
 	phases     phases
 	usage      usage
 	since      time.Time // of usage and of the other counters
@@ -158,11 +154,7 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 	if err := s.connect(ctx, log); err != nil {
 		return err
 	}
-	client := nfs3.NewClient(&s.transports, nfs3.Options{Observe: func(p nfs3.Proc, d time.Duration, _ error) {
-		if p < nfs3.NumProcs {
-			s.procs[p].Observe(d)
-		}
-	}})
+	client := nfs3.NewClient(&s.transports)
 	if s.locks = s.newLocks(machine, root.Port, log); s.locks != nil && s.left != nil {
 		undo = append(undo, s.locks.Detach)
 	} else if s.locks != nil {
@@ -195,7 +187,7 @@ func (s *mountStack) newFS(ctx context.Context, client *nfs3.Client, root nfs3.F
 	defer cancel()
 	o := s.fsOptions(log)
 	if !s.opts.NoACL {
-		o.ACL = nfsacl.NewClient(&s.transports, func(p nfsacl.Proc, d time.Duration) { s.aclProcs[p].Observe(d) })
+		o.ACL = nfsacl.NewClient(&s.transports)
 	}
 	if s.fs, err = vfs.New(ctx, nfs3.NewServer(client), root, o); err != nil {
 		return s.serverError(ctx, s.address, err)
@@ -376,7 +368,7 @@ func (s *mountStack) fsOptions(log hclog.Logger) vfs.Options {
 	o := vfs.Options{RSize: s.opts.RSize, WSize: s.opts.WSize, AcRegMin: s.opts.AcRegMin, AcRegMax: s.opts.AcRegMax,
 		AcDirMin: s.opts.AcDirMin, AcDirMax: s.opts.AcDirMax, NoAC: s.opts.NoAC, DirtyExpire: s.opts.DirtyExpire,
 		DirtyBytes: int64(s.opts.DirtyBytes), DirtyTotal: s.shared.dirty, Lost: s.lost, Failed: s.failed,
-		Invalid: s.invalidReply, Observe: s.observeOp,
+		Invalid: s.invalidReply, Observe: func(r vfs.Sample) { s.usage.observe(&r) },
 		Ended: s.phases.requestEnded, Warn: log.With("mount", s.dir).Warn,
 		SharedNames: s.opts.SharedNames, NoCTO: s.opts.NoCTO, Writeback: s.opts.Writeback,
 		Locks: s.locks, Guest: s.virtiofs,
@@ -401,11 +393,6 @@ func (s *mountStack) fsOptions(log hclog.Logger) vfs.Options {
 		o.LookupCache = vfs.LookupCacheNone
 	}
 	return o
-}
-
-func (s *mountStack) observeOp(r vfs.Sample) {
-	s.ops[r.Op].Observe(r.Duration)
-	s.usage.observe(&r)
 }
 
 // remaining returns the time until the deadline of ctx, or the default timeout of mountd.

@@ -1,7 +1,6 @@
 package mount
 
 import (
-	"slices"
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
@@ -32,24 +31,8 @@ func (s *mountStack) Snapshot() metrics.Snapshot {
 	if s.locks != nil {
 		snap.Locks = &s.locks.Counters
 	}
-	for p := range s.procs {
-		if d := s.procs[p].Data(); d.Count > 0 {
-			snap.Procs = append(snap.Procs, metrics.NamedHistogram{Name: nfs3.Proc(p).String(), HistogramData: d})
-		}
-	}
-	for _, p := range []nfsacl.Proc{nfsacl.ProcGetACL, nfsacl.ProcSetACL} {
-		if d := s.aclProcs[p].Data(); d.Count > 0 {
-			snap.Procs = append(snap.Procs, metrics.NamedHistogram{Name: p.String(), HistogramData: d})
-		}
-	}
-	for op := range s.ops {
-		if d := s.ops[op].Data(); d.Count > 0 {
-			snap.Ops = append(snap.Ops, metrics.NamedHistogram{Name: vfs.Op(op).String(), HistogramData: d})
-		}
-	}
-	snap.ProcPhases = append(named(s.phases.procs[:], nfs3.Proc.String), named(s.phases.aclProcs[:],
-		nfsacl.Proc.String)...)
-	snap.OpPhases = named(s.phases.ops[:], vfs.Op.String)
+	snap.Procs = append(named(s.phases.procs[:], nfs3.Proc.String), named(s.phases.aclProcs[:], nfsacl.Proc.String)...)
+	snap.Ops = named(s.phases.ops[:], vfs.Op.String)
 	return snap
 }
 
@@ -88,13 +71,13 @@ func (s *mountStack) Stats() control.MountStats {
 	return st
 }
 
-// operationStats converts histograms. failed are the errors by name.
-func operationStats(l []metrics.NamedHistogram, failed map[string]uint64) []control.OperationStats {
+// operationStats converts durations. failed are the errors by name.
+func operationStats(l []metrics.NamedTimes, failed map[string]uint64) []control.OperationStats {
 	all := make([]control.OperationStats, 0, len(l))
-	for i := range l {
-		h := &l[i]
-		all = append(all, control.OperationStats{Name: h.Name, Count: h.Count, Errors: failed[h.Name],
-			Seconds: h.Sum.Seconds(), Buckets: slices.Clone(h.Buckets[:])})
+	for _, named := range l {
+		d := named.Durations()
+		all = append(all, control.OperationStats{Name: named.Name, Count: d.Count, Errors: failed[named.Name],
+			Seconds: d.Sum.Seconds(), Buckets: d.Buckets[:]})
 	}
 	return all
 }
@@ -110,8 +93,8 @@ func (s *mountStack) Status() control.MountStatus {
 	s.Describe(&st.MountInfo)
 	st.Locks = s.lockStatus()
 	st.MaxRead, st.MaxWrite = s.fs.IOSizes()
-	for i := range snap.Procs {
-		st.RPCs[snap.Procs[i].Name] = snap.Procs[i].Count
+	for _, named := range snap.Procs {
+		st.RPCs[named.Name] = named.Durations().Count
 	}
 	var since time.Time
 	for _, tr := range s.transports.all { // show the connection that changed last

@@ -81,7 +81,7 @@ func (x *keptMount) start(state *State, pool *membuf.Pool) (err error) {
 	opts := DefaultOptions()
 	opts.State, opts.Buffers, opts.DirtyExpire = state, pool, 0
 	x.state, x.pool = state, pool
-	x.fs, err = New(x.t.Context(), nfs3.NewServer(nfs3.NewClient(x, nfs3.Options{})), x.e.root, opts)
+	x.fs, err = New(x.t.Context(), nfs3.NewServer(nfs3.NewClient(x)), x.e.root, opts)
 	return err
 }
 

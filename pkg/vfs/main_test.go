@@ -173,9 +173,9 @@ func (e *export) mount(t testing.TB, cfg mountConfig) *testMount {
 	pool := membuf.NewPool(cfg.bufSize, cfg.buffers)
 	cfg.opts.Buffers, cfg.opts.ReadInPlace = pool, true // softiwarp and TCP reach any memory
 	if !cfg.noACL {
-		cfg.opts.ACL = nfsacl.NewClient(caller, nil)
+		cfg.opts.ACL = nfsacl.NewClient(caller)
 	}
-	fs, err := New(t.Context(), nfs3.NewServer(nfs3.NewClient(caller, nfs3.Options{})), e.root, cfg.opts)
+	fs, err := New(t.Context(), nfs3.NewServer(nfs3.NewClient(caller)), e.root, cfg.opts)
 	if err != nil {
 		conn.Close()
 		t.Fatal(err)

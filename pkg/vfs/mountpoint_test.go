@@ -23,7 +23,7 @@ func (e *export) newFS(t *testing.T) *FS {
 	pool := membuf.NewPool(MaxIOSize, 1)
 	opts := DefaultOptions()
 	opts.Buffers = pool
-	fs, err := New(t.Context(), nfs3.NewServer(nfs3.NewClient(conn, nfs3.Options{})), e.root, opts)
+	fs, err := New(t.Context(), nfs3.NewServer(nfs3.NewClient(conn)), e.root, opts)
 	must(t, err)
 	t.Cleanup(func() {
 		fs.Close(t.Context())

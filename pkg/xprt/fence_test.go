@@ -136,7 +136,7 @@ func TestInterruptWaitsForDrain(t *testing.T) {
 func TestInterruptFencesAndReturns(t *testing.T) {
 	var g gate
 	tr := dial(t, serve(t, svcrdma.Config{Handler: &g, RemoteInv: true}), nil)
-	c, fh := nfs3.NewClient(tr, nfs3.Options{}), testFH(t)
+	c, fh := nfs3.NewClient(tr), testFH(t)
 	var r nfs3.ReadResult
 	kit.Must(t, c.Read(testContext(t), noCred, fh, 0, make([]byte, 4096), &r))
 	open := shut(&g.closed)

@@ -30,7 +30,7 @@ func TestSendLongerThanInlineThreshold(t *testing.T) {
 	}
 	buf := make([]byte, 40000)
 	var r nfs3.ReadResult
-	if err := nfs3.NewClient(tr, nfs3.Options{}).Read(ctx, noCred, fh, 5, buf, &r); err != nil ||
+	if err := nfs3.NewClient(tr).Read(ctx, noCred, fh, 5, buf, &r); err != nil ||
 		!bytes.Equal(buf, hostile.Content(5, len(buf))) {
 		t.Errorf("next READ: got %v, or wrong data", err)
 	}

@@ -44,7 +44,7 @@ func TestPanicEndsConnection(t *testing.T) {
 				}})
 			})
 			cn := connOf(t, tr)
-			c, buf := nfs3.NewClient(tr, nfs3.Options{}), make([]byte, 64<<10)
+			c, buf := nfs3.NewClient(tr), make([]byte, 64<<10)
 			var res nfs3.ReadResult
 			func() {
 				defer func() {

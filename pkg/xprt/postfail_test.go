@@ -140,7 +140,7 @@ func TestFailedCompletionEndsConnection(t *testing.T) {
 		tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, InlineBytes: 65536}), func(c *Config) {
 			c.Provider, c.InlineBytes = hooked(&hookedProvider{open: hooks}), 65536
 		})
-		c := nfs3.NewClient(tr, nfs3.Options{})
+		c := nfs3.NewClient(tr)
 		var w nfs3.WriteResult // its Send is signaled
 		kit.Must(t, c.Write(testContext(t), noCred, testFH(t), 0, fill(0, 30000), nfs3.FileSync, &w))
 		var r nfs3.ReadResult
@@ -164,7 +164,7 @@ func TestUnusableDomainIsReplaced(t *testing.T) {
 	ended := make(chan error, 1)
 	go func() {
 		var r nfs3.ReadResult
-		ended <- nfs3.NewClient(tr, nfs3.Options{}).Read(testContext(t), noCred, testFH(t), 3, buf, &r)
+		ended <- nfs3.NewClient(tr).Read(testContext(t), noCred, testFH(t), 3, buf, &r)
 	}()
 	kit.Eventually(t, "call at the server", func() bool { return svc.calls.Load() == 1 })
 	first := connOf(t, tr)

@@ -59,7 +59,7 @@ func TestMemoryThatCannotBePinnedDelaysOneCall(t *testing.T) {
 		ended := make(chan error, 1)
 		go func() {
 			var r nfs3.ReadResult
-			ended <- nfs3.NewClient(tr, nfs3.Options{}).Read(testContext(t), noCred, testFH(t), 3, buf, &r)
+			ended <- nfs3.NewClient(tr).Read(testContext(t), noCred, testFH(t), 3, buf, &r)
 		}()
 		kit.Eventually(t, "failed attempt to pin memory", func() bool { return d.failures.Load() < failures })
 		if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {

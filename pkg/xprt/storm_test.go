@@ -140,7 +140,7 @@ func storm(t *testing.T, client, server string, localInv bool, change func(*Conf
 	ctx := testContext(t)
 	var wg sync.WaitGroup
 	for id := range workers {
-		w := &worker{tr: tr, c: nfs3.NewClient(tr, nfs3.Options{}), fh: testFH(t), id: id,
+		w := &worker{tr: tr, c: nfs3.NewClient(tr), fh: testFH(t), id: id,
 			rng: rand.New(rand.NewPCG(cli.Plan().Seed(), uint64(id))), buf: make([]byte, 1<<18)}
 		wg.Go(func() {
 			if err := w.run(ctx, calls); err != nil {

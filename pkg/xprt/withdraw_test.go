@@ -93,7 +93,7 @@ func newBusyLink(t *testing.T) *busyLink {
 	b.svc.calls.Store(0)
 	stopped, resume := link.stopAfter(100 << 10)
 	b.resume = resume
-	b.c = nfs3.NewClient(b.tr, nfs3.Options{})
+	b.c = nfs3.NewClient(b.tr)
 	go func() {
 		var r nfs3.WriteResult
 		b.write <- b.c.Write(testContext(t), noCred, testFH(t), 0, fill(0, 1<<20), nfs3.FileSync, &r)

@@ -53,7 +53,7 @@ func TestWritePadIsOfferedForOddLengths(t *testing.T) {
 		})
 		for _, n := range []int{40000, 40001, 40002, 40003, 40004} {
 			var r nfs3.ReadResult
-			if err := nfs3.NewClient(tr, nfs3.Options{}).Read(testContext(t), noCred, testFH(t), 0, make([]byte, n),
+			if err := nfs3.NewClient(tr).Read(testContext(t), noCred, testFH(t), 0, make([]byte, n),
 				&r); err != nil {
 				t.Fatal(err)
 			}

@@ -334,7 +334,7 @@ func TestReadWriteSizes(t *testing.T) {
 		t.Run(fmt.Sprintf("write pad %v", pad), func(t *testing.T) {
 			tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, RemoteInv: true}),
 				func(c *Config) { c.WritePad = pad })
-			c, ctx, fh := nfs3.NewClient(tr, nfs3.Options{}), testContext(t), testFH(t)
+			c, ctx, fh := nfs3.NewClient(tr), testContext(t), testFH(t)
 			for _, n := range []int{0, 1, 2, 3, 4, 5, 3700, 3701, 3702, 3703, 3900, 4095, 4096, 4097, 65535, 65537,
 				1<<20 - 1, 1 << 20} {
 				buf := make([]byte, n)

@@ -167,7 +167,7 @@ func (c *calls) dial(ctx context.Context) (client *nfs3.Client, end func() error
 		if err != nil {
 			return nil, nil, err
 		}
-		return nfs3.NewClient(t, nfs3.Options{}), t.Close, nil
+		return nfs3.NewClient(t), t.Close, nil
 	}
 	x, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: netip.MustParseAddrPort(c.Addr)})
 	if err != nil {
@@ -176,7 +176,7 @@ func (c *calls) dial(ctx context.Context) (client *nfs3.Client, end func() error
 	if err := x.Connect(ctx); err != nil {
 		return nil, nil, errors.Join(err, x.Close())
 	}
-	return nfs3.NewClient(x, nfs3.Options{}), x.Close, nil
+	return nfs3.NewClient(x), x.Close, nil
 }
 
 // nfs keeps Depth READs or WRITEs in flight on one connection.

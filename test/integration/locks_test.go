@@ -59,7 +59,7 @@ func (e *lockExport) mount(t *testing.T, change func(*vfs.Options, *nlm.Config))
 	m.locks = nlm.New(cfg)
 	t.Cleanup(m.locks.Close)
 	opts.Locks = m.locks
-	if fs, err = vfs.New(ctx, nfs3.NewServer(nfs3.NewClient(tr, nfs3.Options{})), root.FH, opts); err != nil {
+	if fs, err = vfs.New(ctx, nfs3.NewServer(nfs3.NewClient(tr)), root.FH, opts); err != nil {
 		t.Fatal(err)
 	}
 	m.dir = mounts.Mount(t, fs, args.Host+":"+args.Export)

@@ -84,7 +84,7 @@ func mountIt(t *testing.T, c mountConfig) *mount {
 		err = tr.Connect(ctx)
 	}
 	kit.Must(t, err)
-	fs, err := vfs.New(ctx, nfs3.NewServer(nfs3.NewClient(tr, nfs3.Options{})), root.FH, vfs.DefaultOptions())
+	fs, err := vfs.New(ctx, nfs3.NewServer(nfs3.NewClient(tr)), root.FH, vfs.DefaultOptions())
 	kit.Must(t, err)
 	return &mount{dir: mounts.Mount(t, fs, c.export.Host+":"+c.export.Export), tr: tr}
 }

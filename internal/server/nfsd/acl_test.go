@@ -25,7 +25,7 @@ var (
 	maskBoth = uint32(nfsacl.MaskAccess | nfsacl.MaskDefault)
 )
 
-func (c *client) acls() *nfsacl.Client { return nfsacl.NewClient(&caller{s: c.s, peer: peer}, nil) }
+func (c *client) acls() *nfsacl.Client { return nfsacl.NewClient(&caller{s: c.s, peer: peer}) }
 
 func (c *client) getACL(fh nfs3.FH, mask uint32) nfsacl.ACLs {
 	c.T.Helper()

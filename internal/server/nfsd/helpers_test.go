@@ -89,7 +89,7 @@ func restart(t testing.TB, cfg Config) *client {
 	t.Helper()
 	s, err := New(cfg)
 	kit.Must(t, err)
-	calls := nfs3.NewClient(&caller{s: s, peer: peer, try: true}, nfs3.Options{})
+	calls := nfs3.NewClient(&caller{s: s, peer: peer, try: true})
 	return &client{Client: &mounts.Client{Client: calls, T: t, Root: s.rootFH, Ctx: context.Background(), Cred: root},
 		s: s, dir: cfg.Dir}
 }

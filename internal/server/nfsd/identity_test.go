@@ -318,7 +318,7 @@ func inNamespace(dir string) error {
 		return err
 	}
 	defer s.Close()
-	c := nfs3.NewClient(&caller{s: s, peer: peer}, nfs3.Options{})
+	c := nfs3.NewClient(&caller{s: s, peer: peer})
 	var res nfs3.CreateResult
 	how := nfs3.CreateHow{Mode: nfs3.Guarded}
 	ctx := context.Background()

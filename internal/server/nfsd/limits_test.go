@@ -84,7 +84,7 @@ func TestAllow(t *testing.T) {
 		if got := nfs3.Status(d.Uint32()); got != status {
 			t.Errorf("%s: MNT: got %v, want %v", addr, got, status)
 		}
-		err = nfs3.NewClient(&caller{s: c.s, peer: from}, nfs3.Options{}).GetAttr(c.Ctx, root, c.Root, new(nfs3.Attr))
+		err = nfs3.NewClient(&caller{s: c.s, peer: from}).GetAttr(c.Ctx, root, c.Root, new(nfs3.Attr))
 		var denied *sunrpc.DeniedError
 		if (err == nil) != want || !want && !errors.As(err, &denied) {
 			t.Errorf("%s: GETATTR: got %v, want success %v", addr, err, want)
@@ -93,7 +93,7 @@ func TestAllow(t *testing.T) {
 		if (err == nil) != want || !want && !errors.As(err, &denied) {
 			t.Errorf("%s: LOCK: got %v, want success %v", addr, err, want)
 		}
-		acl := nfsacl.NewClient(&caller{s: c.s, peer: from}, nil)
+		acl := nfsacl.NewClient(&caller{s: c.s, peer: from})
 		_, err = acl.Get(c.Ctx, root, c.Root, nfsacl.MaskAccess, new(nfs3.PostOpAttr))
 		if (err == nil) != want || !want && !errors.As(err, &denied) {
 			t.Errorf("%s: GETACL: got %v, want success %v", addr, err, want)

@@ -118,7 +118,7 @@ func (l *load) overRDMA(fh nfs3.FH) error {
 	if err := x.Connect(ctx); err != nil {
 		return err
 	}
-	c := nfs3.NewClient(x, nfs3.Options{})
+	c := nfs3.NewClient(x)
 	var wg sync.WaitGroup
 	errs := make([]error, l.Depth)
 	for i := range l.Depth {

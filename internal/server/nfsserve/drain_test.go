@@ -163,7 +163,7 @@ func getAttr(t *testing.T, addr netip.AddrPort) func() heldCall {
 	ctx, cancel := context.WithTimeout(context.Background(), kit.Timeout)
 	t.Cleanup(cancel)
 	kit.Must(t, x.Connect(ctx))
-	c := nfs3.NewClient(x, nfs3.Options{})
+	c := nfs3.NewClient(x)
 	fh, _ := nfs3.NewFH([]byte("file"))
 	return func() heldCall {
 		result := make(heldCall, 1)

@@ -263,7 +263,7 @@ func TestAllowList(t *testing.T) {
 	r, err := rpctcp.Dial(t.Context(), s.TCPAddr, rpctcp.Options{})
 	kit.Must(t, err)
 	defer r.Close()
-	err = nfs3.NewClient(r, nfs3.Options{}).GetAttr(t.Context(), mounts.Credential(0, 0), nfs3.FH{}, new(nfs3.Attr))
+	err = nfs3.NewClient(r).GetAttr(t.Context(), mounts.Credential(0, 0), nfs3.FH{}, new(nfs3.Attr))
 	if err == nil || errors.Is(err, nfs3.ErrMalformed) {
 		t.Errorf("GETATTR from an address that is not allowed: got %v", err)
 	}

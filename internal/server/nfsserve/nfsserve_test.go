@@ -52,7 +52,7 @@ func dial(t testing.TB, addr string) *client {
 	r, err := rpctcp.Dial(ctx, addr, rpctcp.Options{})
 	kit.Must(t, err)
 	t.Cleanup(func() { r.Close() })
-	c := &client{Client: &mounts.Client{Client: nfs3.NewClient(r, nfs3.Options{}), T: t, Ctx: ctx,
+	c := &client{Client: &mounts.Client{Client: nfs3.NewClient(r), T: t, Ctx: ctx,
 		Cred: mounts.Credential(0, 0)}, rpc: r}
 	m := sunrpc.Message{Prog: progMount, Vers: versMount, Proc: mountMnt, Cred: c.Cred,
 		Args: sunrpc.AppendString(nil, "/"), MaxResult: 200, Result: make([]byte, 0, 200)}

@@ -52,7 +52,7 @@ func checkBackend(ctx context.Context, addr string) error {
 		return &BackendError{Addr: addr, Op: "connect", Err: err}
 	}
 	defer c.Close()
-	if err := nfs3.NewClient(c, nfs3.Options{}).Null(ctx, sunrpc.AppendAuthNone(nil)); err != nil {
+	if err := nfs3.NewClient(c).Null(ctx, sunrpc.AppendAuthNone(nil)); err != nil {
 		return &BackendError{Addr: addr, Op: "ask", Err: err}
 	}
 	return nil

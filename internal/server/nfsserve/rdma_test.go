@@ -35,7 +35,7 @@ func dialRDMA(t testing.TB, s *Server, mountAddr string) *client {
 	c.OK(err)
 	t.Cleanup(func() { x.Close() })
 	c.OK(x.Connect(c.Ctx))
-	c.Client.Client = nfs3.NewClient(x, nfs3.Options{})
+	c.Client.Client = nfs3.NewClient(x)
 	return c
 }
 

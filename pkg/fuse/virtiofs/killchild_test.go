@@ -177,7 +177,7 @@ func serveChild(o *childOrder) error {
 	opts.Failed = func(reason string, stack []byte) {
 		report(&childReport{Err: fmt.Sprintf("failed: %s\n%s", reason, stack)})
 	}
-	fs, err := vfs.New(ctx, nfs3.NewServer(nfs3.NewClient(tr, nfs3.Options{})), root, opts)
+	fs, err := vfs.New(ctx, nfs3.NewServer(nfs3.NewClient(tr)), root, opts)
 	if err != nil {
 		return err
 	}

@@ -130,7 +130,7 @@ func newDeviceOf(t testing.TB, s *server.Server) *device {
 	pool := membuf.NewPool(vfs.MaxIOSize, 16)
 	opts := vfs.DefaultOptions()
 	opts.Guest, opts.ReadInPlace, opts.Buffers = true, true, pool
-	fs, err := vfs.New(context.Background(), nfs3.NewServer(nfs3.NewClient(tr, nfs3.Options{})), root.FH, opts)
+	fs, err := vfs.New(context.Background(), nfs3.NewServer(nfs3.NewClient(tr)), root.FH, opts)
 	kit.Must(t, err)
 	d.fs = &waitingFS{FS: fs}
 	logger := hclog.New(&hclog.LoggerOptions{Output: d.log, Level: hclog.Debug})

@@ -57,7 +57,7 @@ func TestLargestResultsMatchMaxResult(t *testing.T) {
 		{ProcCommit, bigWcc + verfHex, bigWcc, 0},
 	} {
 		caller := &canned{result: unhex(status + x.good)}
-		if err := all.call(NewClient(caller, Options{}), x.p); err != nil {
+		if err := all.call(NewClient(caller), x.p); err != nil {
 			t.Errorf("%v: %v", x.p, err)
 		}
 		if n := len(caller.result) - x.data; n != caller.maxResult || caller.proc != uint32(x.p) {
@@ -65,7 +65,7 @@ func TestLargestResultsMatchMaxResult(t *testing.T) {
 		}
 		caller.result = unhex("00000005" + x.fail)
 		var nfsErr *Error
-		if err := all.call(NewClient(caller, Options{}), x.p); !errors.As(err, &nfsErr) || nfsErr.Status != ErrIO ||
+		if err := all.call(NewClient(caller), x.p); !errors.As(err, &nfsErr) || nfsErr.Status != ErrIO ||
 			len(caller.result) > caller.maxResult {
 			t.Errorf("%v: failed result of %d bytes: got error %v, MaxResult %d", x.p, len(caller.result), err,
 				caller.maxResult)
@@ -105,7 +105,7 @@ func TestDecodersIgnorePad(t *testing.T) {
 			return c.ReadLink(ctx, cred, fh1, buf, &res) == nil && string(buf) == "/ab." && res.N == 3
 		}},
 	} {
-		if !x.call(NewClient(&canned{result: unhex(x.reply)}, Options{})) {
+		if !x.call(NewClient(&canned{result: unhex(x.reply)})) {
 			t.Errorf("%s: got a wrong result for a reply with a nonzero pad", name)
 		}
 	}
@@ -137,7 +137,7 @@ func TestDirectoryOfMaximumSize(t *testing.T) {
 		c := NewClient(callerFunc(func(_ context.Context, m *sunrpc.Message) error {
 			m.Result, m.ResultDataLen = result, -1
 			return nil
-		}), Options{})
+		}))
 		n := 0
 		var res ReadDirResult
 		var before, after runtime.MemStats

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"strings"
 	"sync"
-	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -20,13 +19,6 @@ type Caller interface {
 	Call(ctx context.Context, m *sunrpc.Message) error
 }
 
-// Options of a Client. The zero value is usable.
-type Options struct {
-	// Observe, if not nil, runs after each RPC with its duration and the error of the transport.
-	// The goroutine of the call runs it, so it must be safe for concurrent use and must not block.
-	Observe func(p Proc, d time.Duration, err error)
-}
-
 // A Client calls the NFSv3 procedures over a Caller. It is safe for concurrent use and holds no
 // lock during a call. A successful call does not allocate, except a READDIR or READDIRPLUS of more
 // than 128 KiB.
@@ -39,14 +31,13 @@ type Options struct {
 //
 // [Errno] converts each of them to an error number.
 type Client struct {
-	caller  Caller
-	observe func(Proc, time.Duration, error)
-	pool    sync.Pool // of *scratch
+	caller Caller
+	pool   sync.Pool // of *scratch
 }
 
 // NewClient returns a Client over caller.
-func NewClient(caller Caller, opts Options) *Client {
-	c := &Client{caller: caller, observe: opts.Observe}
+func NewClient(caller Caller) *Client {
+	c := &Client{caller: caller}
 	c.pool.New = func() any { return &scratch{res: make([]byte, 0, resultRoom)} }
 	return c
 }
@@ -103,15 +94,7 @@ func (c *Client) roundTrip(ctx context.Context, s *scratch) error {
 	m := &s.msg
 	m.Args = s.args
 	m.ArgDataPos = len(s.args)
-	var start time.Time
-	if c.observe != nil {
-		start = time.Now()
-	}
-	err := c.caller.Call(ctx, m)
-	if c.observe != nil {
-		c.observe(s.proc, time.Since(start), err)
-	}
-	if err != nil {
+	if err := c.caller.Call(ctx, m); err != nil {
 		return fmt.Errorf("%s: %w", operation(s.proc), err)
 	}
 	if m.ResultDataLen > m.ResultRoom() {

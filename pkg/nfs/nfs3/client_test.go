@@ -29,7 +29,7 @@ func TestInvalidArgumentsAreNotSent(t *testing.T) {
 	var set SetAttr
 	var dev Device
 	ctx, caller := t.Context(), new(canned)
-	c := NewClient(caller, Options{})
+	c := NewClient(caller)
 	for _, x := range []struct {
 		name string
 		want Status
@@ -65,7 +65,7 @@ func TestLargestArgumentsFitMaxArgs(t *testing.T) {
 	all := SetAttr{HasMode: true, HasUID: true, HasGID: true, HasSize: true, AtimeHow: SetToClientTime,
 		MtimeHow: SetToClientTime}
 	caller := &canned{result: unhex(okHex + wccHex + wccHex)}
-	c := NewClient(caller, Options{})
+	c := NewClient(caller)
 	if err := c.Rename(t.Context(), cred, fh, name, fh, name, new(RenameResult)); err != nil {
 		t.Error(err)
 	}
@@ -81,21 +81,11 @@ func TestLargestArgumentsFitMaxArgs(t *testing.T) {
 	}
 }
 
-func TestTransportErrorIsWrappedAndObserved(t *testing.T) {
-	caller := &canned{err: fmt.Errorf("wrapped: %w", syscall.ECONNRESET)}
-	var seen error
-	c := NewClient(caller, Options{Observe: func(p Proc, d time.Duration, err error) {
-		if p != ProcGetAttr || d < 0 {
-			t.Errorf("Observe: got procedure %v, duration %v", p, d)
-		}
-		seen = err
-	}})
+func TestTransportErrorIsWrapped(t *testing.T) {
+	c := NewClient(&canned{err: fmt.Errorf("wrapped: %w", syscall.ECONNRESET)})
 	err := c.GetAttr(t.Context(), cred, fh1, new(Attr))
 	if !errors.Is(err, syscall.ECONNRESET) || !strings.Contains(err.Error(), "GETATTR") {
 		t.Errorf("got error %v, want ECONNRESET of GETATTR", err)
-	}
-	if !errors.Is(seen, syscall.ECONNRESET) {
-		t.Errorf("Observe: got error %v, want ECONNRESET", seen)
 	}
 }
 
@@ -184,7 +174,7 @@ func TestReadDirStopsDelivery(t *testing.T) {
 	for range 5 {
 		reply += entryHex
 	}
-	c := NewClient(&canned{result: unhex(reply + "00000000 00000001")}, Options{})
+	c := NewClient(&canned{result: unhex(reply + "00000000 00000001")})
 	var res ReadDirResult
 	n := 0
 	err := c.ReadDir(t.Context(), cred, fh1, 0, Verifier{}, 1<<30, &res, func(*DirEntry) bool { n++; return n < 3 })
@@ -200,7 +190,7 @@ func TestConcurrentCallsKeepBuffersApart(t *testing.T) {
 		m.Result = append(m.Result[:0], unhex(okHex+noneHex)...)
 		m.Result = append(m.Result, m.Args...)
 		return nil
-	}), Options{})
+	}))
 	var wg sync.WaitGroup
 	for i := range byte(8) {
 		wg.Go(func() {
@@ -295,7 +285,7 @@ func TestCallsDoNotAllocate(t *testing.T) {
 		set: SetAttr{HasMode: true, HasSize: true, MtimeHow: SetToClientTime}, how: CreateHow{Mode: Guarded}}
 	for _, x := range allocCases(make([]byte, len(all.buf))) {
 		caller := &echo{result: unhex(x.reply), place: x.place}
-		c := NewClient(caller, Options{Observe: func(Proc, time.Duration, error) {}})
+		c := NewClient(caller)
 		got := x.want
 		allocs := testing.AllocsPerRun(200, func() {
 			if err := all.call(c, x.p); err != x.want {
@@ -330,7 +320,7 @@ func TestReadPieces(t *testing.T) {
 				pieces = append(pieces, make([]byte, n))
 			}
 			var res ReadResult
-			err := NewClient(caller, Options{}).ReadPieces(t.Context(), cred, fh1, 0, pieces, &res)
+			err := NewClient(caller).ReadPieces(t.Context(), cred, fh1, 0, pieces, &res)
 			got := bytes.Join(pieces, nil)
 			if err != nil || res.N != len(data) || string(got[:min(res.N, len(got))]) != data {
 				t.Errorf("pieces of %v bytes, placed %t: got %v, %d bytes, %q; want %q", sizes, placed, err, res.N, got,
@@ -340,7 +330,7 @@ func TestReadPieces(t *testing.T) {
 			if room := len(bytes.Join(pieces, nil)); room >= len(data) {
 				continue
 			}
-			err = NewClient(caller, Options{}).ReadPieces(t.Context(), cred, fh1, 0, pieces, &res)
+			err = NewClient(caller).ReadPieces(t.Context(), cred, fh1, 0, pieces, &res)
 			if !errors.Is(err, ErrMalformed) {
 				t.Errorf("pieces of %v bytes, the last of 1: got %v, want a malformed reply", sizes, err)
 			}

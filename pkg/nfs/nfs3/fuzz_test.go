@@ -34,7 +34,7 @@ func FuzzNFSReply(f *testing.F) {
 		}
 	}
 	f.Fuzz(func(t *testing.T, proc uint8, placed int16, reply []byte) {
-		c := NewClient(&fuzzCaller{reply, int(placed)}, Options{})
+		c := NewClient(&fuzzCaller{reply, int(placed)})
 		var before, after runtime.MemStats
 		runtime.ReadMemStats(&before)
 		err := callAny(t, c, Proc(proc)%NumProcs, len(reply))

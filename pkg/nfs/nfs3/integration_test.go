@@ -43,7 +43,7 @@ func dial(t *testing.T, addr string) *nfs3.Client {
 	rpc, err := rpctcp.Dial(t.Context(), addr, rpctcp.Options{})
 	kit.Must(t, err)
 	t.Cleanup(func() { rpc.Close() })
-	return nfs3.NewClient(rpc, nfs3.Options{})
+	return nfs3.NewClient(rpc)
 }
 
 // A session is a connection to a server and the directory that the server exports.

@@ -128,7 +128,7 @@ func FuzzOracleArgs(f *testing.F) {
 		list := oracleReadDir{handle, big, 0x0102030405060708, min(mode, small, MaxDirCount), min(small, MaxDirCount)}
 
 		caller := &canned{}
-		c := NewClient(caller, Options{})
+		c := NewClient(caller)
 		ctx := context.Background()
 		for _, x := range []struct {
 			proc Proc
@@ -183,7 +183,7 @@ func FuzzOracleResults(f *testing.F) {
 		if len(reply) < 4 || !bytes.Equal(reply[:4], []byte{0, 0, 0, 0}) {
 			return // the oracle decodes only successful results
 		}
-		c := NewClient(&echo{result: reply}, Options{})
+		c := NewClient(&echo{result: reply})
 		ctx := context.Background()
 		body := reply[4:]
 

@@ -27,7 +27,7 @@ func (c *argsCaller) Call(_ context.Context, m *sunrpc.Message) error {
 // clientArgs returns the arguments of every exchange as the client encodes them.
 func clientArgs(each func(name string, proc Proc, args []byte)) {
 	caller := new(argsCaller)
-	c := NewClient(caller, Options{})
+	c := NewClient(caller)
 	for _, x := range exchanges {
 		caller.proc = NumProcs
 		if _, err := x.call(context.Background(), c); err != nil && caller.proc == x.proc {
@@ -63,7 +63,7 @@ func TestParseArgsOfClient(t *testing.T) {
 
 func TestParseArgsFields(t *testing.T) {
 	caller := new(argsCaller)
-	c := NewClient(caller, Options{})
+	c := NewClient(caller)
 	ctx := context.Background()
 	set := SetAttr{HasMode: true, Mode: 0o4755, HasUID: true, UID: 7, HasGID: true, GID: 8, HasSize: true, Size: 9,
 		AtimeHow: SetToClientTime, Atime: Time3{Sec: 1, Nsec: 2}, MtimeHow: SetToServerTime}

@@ -203,7 +203,7 @@ func (x *exchange) run(t *testing.T) {
 	default:
 		caller.place = []byte(x.place)
 	}
-	got, err := x.call(t.Context(), NewClient(caller, Options{}))
+	got, err := x.call(t.Context(), NewClient(caller))
 	var nfsErr *Error
 	switch {
 	case x.malformed:
@@ -264,7 +264,7 @@ func TestTruncatedReplies(t *testing.T) {
 			if x.place != "" {
 				caller.place = []byte(strings.TrimPrefix(x.place, "-"))
 			}
-			got, err := x.call(t.Context(), NewClient(caller, Options{}))
+			got, err := x.call(t.Context(), NewClient(caller))
 			if errors.Is(err, ErrMalformed) || err == nil && len(whole)-n < 4 && reflect.DeepEqual(got, x.want) {
 				continue
 			}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -36,16 +35,10 @@ func (e *Error) As(target any) bool {
 // A Client calls the procedures over the transport of NFS. Every method takes an encoded credential
 // (see sunrpc.AppendAuthSys). Errors are of type [*Error], wrap [nfs3.ErrMalformed], or wrap the
 // error of the transport.
-type Client struct {
-	caller  nfs3.Caller
-	observe func(Proc, time.Duration)
-}
+type Client struct{ caller nfs3.Caller }
 
-// NewClient returns a Client over caller. observe, if not nil, runs after each RPC with its
-// duration, possibly on several goroutines at once.
-func NewClient(caller nfs3.Caller, observe func(Proc, time.Duration)) *Client {
-	return &Client{caller, observe}
-}
+// NewClient returns a Client over caller.
+func NewClient(caller nfs3.Caller) *Client { return &Client{caller} }
 
 // Null makes a round trip without any effect.
 func (c *Client) Null(ctx context.Context, cred []byte) error {
@@ -97,12 +90,7 @@ func (c *Client) call(ctx context.Context, cred []byte, proc Proc, args []byte,
 	maxResult int) (d sunrpc.Decoder, err error) {
 	m := sunrpc.Message{Prog: Program, Vers: Version, Proc: uint32(proc), Cred: cred, Args: args, ArgDataPos: len(args),
 		MaxResult: maxResult, Result: make([]byte, 0, maxResult), ResultDataLen: -1}
-	start := time.Now()
-	err = c.caller.Call(ctx, &m)
-	if c.observe != nil {
-		c.observe(proc, time.Since(start))
-	}
-	if err != nil {
+	if err = c.caller.Call(ctx, &m); err != nil {
 		return d, fmt.Errorf("NFSACL %v: %w", proc, err)
 	}
 	d = sunrpc.NewDecoder(m.Result)

@@ -47,7 +47,7 @@ func FuzzReply(f *testing.F) {
 		var acls ACLs
 		var err error
 		n := grown(func() {
-			c := NewClient(&fixed{result: reply}, nil)
+			c := NewClient(&fixed{result: reply})
 			acls, err = c.Get(t.Context(), nil, fh, MaskAccess, new(nfs3.PostOpAttr))
 		})
 		var nfsErr *nfs3.Error

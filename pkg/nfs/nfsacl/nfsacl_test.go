@@ -48,7 +48,7 @@ func TestSetSendsWireFormat(t *testing.T) {
 	f := &fixed{result: kit.Unhex("00000000 00000000")}
 	var attr nfs3.PostOpAttr
 	acls := ACLs{Mask: MaskAccess | MaskDefault, Access: minimal, Default: extended}
-	kit.Must(t, NewClient(f, nil).Set(t.Context(), nil, fh, &acls, owner, &attr))
+	kit.Must(t, NewClient(f).Set(t.Context(), nil, fh, &acls, owner, &attr))
 	want := kit.Unhex("00000004 01020304 00000005" + minimalWire + extendedDefaultWire)
 	if !bytes.Equal(f.args, want) {
 		t.Errorf("arguments of SETACL: got %x\nwant %x", f.args, want)
@@ -91,7 +91,7 @@ func TestGetDecodesReplies(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			var attr nfs3.PostOpAttr
-			c := NewClient(&fixed{result: kit.Unhex(tt.reply)}, nil)
+			c := NewClient(&fixed{result: kit.Unhex(tt.reply)})
 			got, err := c.Get(t.Context(), nil, fh, tt.mask, &attr)
 			if tt.err == "" && err != nil || tt.err != "" && (err == nil || !strings.Contains(err.Error(), tt.err)) {
 				t.Fatalf("got error %v, want one with %q", err, tt.err)
@@ -104,7 +104,7 @@ func TestGetDecodesReplies(t *testing.T) {
 }
 
 func TestErrorsHaveErrno(t *testing.T) {
-	c := NewClient(&fixed{result: kit.Unhex("00000046 00000000")}, nil)
+	c := NewClient(&fixed{result: kit.Unhex("00000046 00000000")})
 	_, err := c.Get(t.Context(), nil, fh, MaskAccess, new(nfs3.PostOpAttr))
 	var nfsErr *nfs3.Error
 	if !errors.As(err, &nfsErr) || nfsErr.Status != nfs3.ErrStale || !errors.Is(err, syscall.ESTALE) {
@@ -117,7 +117,7 @@ func TestGetResultRoundTrip(t *testing.T) {
 	want := ACLs{MaskAll, extended, minimal}
 	f := &fixed{result: AppendGetResult(nil, &attr, &want)}
 	var post nfs3.PostOpAttr
-	got, err := NewClient(f, nil).Get(t.Context(), nil, fh, MaskAll, &post)
+	got, err := NewClient(f).Get(t.Context(), nil, fh, MaskAll, &post)
 	if err != nil || !reflect.DeepEqual(got, want) || !post.Present || post.Attr != attr {
 		t.Errorf("got %+v, %+v, %v; want %+v", got, post, err, want)
 	}

@@ -403,7 +403,7 @@ func null(ctx context.Context, addr string) error {
 		return err
 	}
 	defer c.Close()
-	return nfs3.NewClient(c, nfs3.Options{}).Null(ctx, sunrpc.AppendAuthNone(nil))
+	return nfs3.NewClient(c).Null(ctx, sunrpc.AppendAuthNone(nil))
 }
 
 // stop asks the server to end, and kills it after stopTimeout.

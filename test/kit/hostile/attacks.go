@@ -168,7 +168,7 @@ func (cfg *Config) client(t testing.TB, v *Server) Client {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	var r nfs3.ReadResult
-	if err := nfs3.NewClient(c, nfs3.Options{}).Read(ctx, cred, file(), 0, arena(t)[:100], &r); err != nil {
+	if err := nfs3.NewClient(c).Read(ctx, cred, file(), 0, arena(t)[:100], &r); err != nil {
 		t.Fatal(err)
 	}
 	return c
@@ -198,7 +198,7 @@ func (a *attack) play(t *testing.T, cfg *Config) {
 	v := Serve(t, cfg.Provider(t), cfg.Addr)
 	// The other client connects first, because conn.other uses its connection.
 	other, attacked := cfg.client(t, v), cfg.client(t, v)
-	c := nfs3.NewClient(attacked, nfs3.Options{})
+	c := nfs3.NewClient(attacked)
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
 	buf, err := membuf.Alloc(attackSize)
@@ -263,7 +263,7 @@ func (a *attack) checkClients(ctx context.Context, t *testing.T, cfg *Config, at
 	for name, x := range map[string]Client{"attacked": attacked, "other": other} {
 		next := arena(t)
 		var r nfs3.ReadResult
-		if err := nfs3.NewClient(x, nfs3.Options{}).Read(ctx, cred, file(), 4096, next, &r); err != nil ||
+		if err := nfs3.NewClient(x).Read(ctx, cred, file(), 4096, next, &r); err != nil ||
 			r.N != attackSize || !right(next, 4096) {
 			t.Errorf("next read on the %s connection: got %v and %d bytes, want %d right bytes", name, err, r.N,
 				attackSize)

@@ -68,7 +68,7 @@ func (b bench) session(t *testing.T, change func(*xprt.Config)) session {
 	}
 	t.Cleanup(func() { membuf.Free(mem) }) // after the transport is closed
 	tr := b.transport(t, change)
-	return session{nfs3.NewClient(tr, nfs3.Options{}), tr, root,
+	return session{nfs3.NewClient(tr), tr, root,
 		sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{Machine: "test"}), mem}
 }
 

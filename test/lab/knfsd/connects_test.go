@@ -112,7 +112,7 @@ func connectOnce(b bench, t *testing.T) (nudges uint64, took time.Duration, err 
 	if err := tr.Connect(ctx); err != nil {
 		return 0, 0, err
 	}
-	err = nfs3.NewClient(tr, nfs3.Options{}).Null(ctx, sunrpc.AppendAuthNone(nil))
+	err = nfs3.NewClient(tr).Null(ctx, sunrpc.AppendAuthNone(nil))
 	return tr.Stats().Nudges, time.Since(begin), err
 }
 

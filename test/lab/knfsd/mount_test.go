@@ -103,11 +103,11 @@ func (b bench) mountWith(t *testing.T, change func(*xprt.Config), options func(*
 	ctx, cancel := context.WithTimeout(context.Background(), opTimeout)
 	defer cancel()
 	opts := vfs.DefaultOptions()
-	opts.ACL = nfsacl.NewClient(tr, nil)
+	opts.ACL = nfsacl.NewClient(tr)
 	if options != nil {
 		options(&opts)
 	}
-	fs, err := vfs.New(ctx, nfs3.NewServer(nfs3.NewClient(tr, nfs3.Options{})), root, opts)
+	fs, err := vfs.New(ctx, nfs3.NewServer(nfs3.NewClient(tr)), root, opts)
 	if err != nil {
 		t.Fatal(err)
 	}

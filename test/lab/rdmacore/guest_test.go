@@ -121,7 +121,7 @@ func TestMainJob(t *testing.T) {
 	const size = 8 << 20
 	buf, back := arena(t, 1<<20), arena(t, 1<<20)
 	tr, root := connect(t, devices(t))
-	c := nfs3.NewClient(tr, nfs3.Options{})
+	c := nfs3.NewClient(tr)
 	fh := create(t, c, root, "job")
 	want := make([]byte, size)
 	pattern(want, 0, 0x5a)
@@ -148,7 +148,7 @@ func TestMainJob(t *testing.T) {
 		t.Fatalf("got a different file of %d bytes on the server (error %v)", len(got), err)
 	}
 	second, _ := connect(t, devices(t))
-	rc := nfs3.NewClient(second, nfs3.Options{})
+	rc := nfs3.NewClient(second)
 	for off, i := 0, 3; off < size; i++ {
 		n := min(sizes[i%len(sizes)], size-off)
 		var r nfs3.ReadResult
@@ -194,7 +194,7 @@ func TestStorm(t *testing.T) {
 	}
 	faulty := faults.New(devices(t), p, hclog.NewNullLogger())
 	tr, root := connect(t, faulty)
-	c := nfs3.NewClient(tr, nfs3.Options{})
+	c := nfs3.NewClient(tr)
 	var wg sync.WaitGroup
 	for w := range workers {
 		fh := create(t, c, root, fmt.Sprintf("storm%d", w))

@@ -40,13 +40,10 @@ func server(d time.Duration) *ledger.Times {
 func TestPhasesAreNativeHistograms(t *testing.T) {
 	library := prometheus.NewHistogram(prometheus.HistogramOpts{Name: "h", NativeHistogramBucketFactor: 1.2,
 		NativeHistogramZeroThreshold: zeroThreshold})
-	var phases Phases
-	if !phases.Empty() {
-		t.Error("Empty: got false, want true")
-	}
+	var times Times
 	observe := func(d time.Duration) {
 		library.Observe(d.Seconds())
-		phases.Observe(server(d))
+		times.Observe(server(d))
 	}
 	random := rand.New(rand.NewPCG(5, 6))
 	for range 10000 {
@@ -62,7 +59,7 @@ func TestPhasesAreNativeHistograms(t *testing.T) {
 	observe(119)
 	observe(120)
 	got := histogramOf(t, NewCollector(func() []Snapshot {
-		return []Snapshot{{ProcPhases: []NamedPhases{{"READ", &phases}}}}
+		return []Snapshot{{Procs: []NamedTimes{{"READ", &times}}}}
 	}).only(procPhaseDesc))
 	want := histogramOf(t, library)
 	if got.CreatedTimestamp.AsTime().IsZero() {
@@ -103,16 +100,16 @@ func (c onlyCollector) Collect(ch chan<- prometheus.Metric) {
 
 // TestPhaseWithoutTimeIsInTheZeroBucket checks that the series of a phase counts all calls.
 func TestPhaseWithoutTimeIsInTheZeroBucket(t *testing.T) {
-	var phases Phases
+	var times Times
 	var credit ledger.Times
 	credit.Begin(0)
 	credit.Mark(ledger.PhaseCredit, ledger.Time(time.Hour*100)) // longer than the last bucket
-	phases.Observe(&credit)
+	times.Observe(&credit)
 	for range 4 {
-		phases.Observe(new(ledger.Times))
+		times.Observe(new(ledger.Times))
 	}
 	h := histogramOf(t, NewCollector(func() []Snapshot {
-		return []Snapshot{{OpPhases: []NamedPhases{{"read", &phases}}}}
+		return []Snapshot{{Ops: []NamedTimes{{"read", &times}}}}
 	}).only(opPhaseDesc))
 	if h.GetSampleCount() != 5 || h.GetZeroCount() != 4 || h.GetSampleSum() != 360000 || len(h.PositiveDelta) != 1 ||
 		h.PositiveSpan[0].GetOffset() != lastBucket {
@@ -120,22 +117,44 @@ func TestPhaseWithoutTimeIsInTheZeroBucket(t *testing.T) {
 	}
 }
 
-func TestPhasesDoNotAllocate(t *testing.T) {
-	var phases Phases
+// TestDurationsCountEveryCall checks the bounds of the buckets and the sum, which comes from the phases.
+func TestDurationsCountEveryCall(t *testing.T) {
+	var times Times
+	for _, d := range []time.Duration{0, Bounds[0], Bounds[0] + 1, time.Hour} {
+		var call ledger.Times
+		call.Begin(1)
+		call.Mark(ledger.PhaseSend, ledger.Time(1+d/2))
+		call.Mark(ledger.PhaseServer, ledger.Time(1+d))
+		times.Observe(&call)
+	}
+	d := times.Durations()
+	if d.Count != 4 || d.Buckets[0] != 2 || d.Buckets[1] != 1 {
+		t.Errorf("got %+v, want count 4 and buckets 2, 1", d)
+	}
+	if want := 2*Bounds[0] + 1 + time.Hour; d.Sum != want {
+		t.Errorf("sum: got %v, want %v", d.Sum, want)
+	}
+	if cum := d.cumulative(); cum[Bounds[len(Bounds)-1].Seconds()] != 3 {
+		t.Errorf("last bucket: got %v, want 3 (the call of 1 h exceeds the last bound)", cum)
+	}
+}
+
+func TestObserveDoesNotAllocate(t *testing.T) {
+	var all Times
 	times := server(time.Millisecond)
-	if n := testing.AllocsPerRun(100, func() { phases.Observe(times) }); n != 0 {
+	if n := testing.AllocsPerRun(100, func() { all.Observe(times) }); n != 0 {
 		t.Errorf("allocations: got %v, want 0", n)
 	}
 }
 
-func BenchmarkPhases(b *testing.B) {
-	var phases Phases
+func BenchmarkObserve(b *testing.B) {
+	var all Times
 	var times ledger.Times
 	times.Begin(0)
 	for p := ledger.PhaseRegister; p <= ledger.PhaseReturn; p++ {
 		times.Mark(p, ledger.Time(p)*1000)
 	}
 	for b.Loop() {
-		phases.Observe(&times)
+		all.Observe(&times)
 	}
 }
