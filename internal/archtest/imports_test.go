@@ -16,45 +16,47 @@ const module = "github.com/nfsrdmad/nfsrdmad/"
 // allowed lists, for each package, the packages of this module that its non-test files may import,
 // from the top layer down. Packages without a line import none.
 var allowed = []struct{ pkg, imports string }{
-	{"cmd/nfsrdmad", "internal/bench internal/demo pkg/keep/fdstore internal/server/nfsserve internal/screen " +
-		"internal/statview internal/server/svcrdma pkg/control pkg/csi pkg/daemon pkg/doctor pkg/fuse/kernel pkg/vfs " +
-		"pkg/mount pkg/verbs/softiwarp"},
-	{"internal/demo", "internal/server/nfsserve internal/screen pkg/control pkg/daemon pkg/vfs pkg/mount " +
-		"pkg/verbs/softiwarp"},
+	{"cmd/nfsrdmad", "internal/bench internal/demo internal/screen internal/server/nfsserve " +
+		"internal/server/svcrdma internal/statview pkg/control pkg/csi pkg/daemon pkg/doctor pkg/fuse/kernel " +
+		"pkg/keep/fdstore pkg/mount pkg/verbs/softiwarp pkg/vfs"},
+	{"internal/demo", "internal/screen internal/server/nfsserve pkg/control pkg/daemon pkg/mount " +
+		"pkg/verbs/softiwarp pkg/vfs"},
 	{"pkg/csi", "pkg/control pkg/mount"},
 	{"test/lab/beside/program", "pkg/control pkg/daemon test/differential"},
 	{"test/differential", "pkg/nfs/nfsacl"},
-	{"pkg/daemon", "pkg/keep/fdstore internal/otlp internal/statuspage pkg/control pkg/metrics pkg/mount"},
-	{"pkg/doctor", "pkg/sunrpc/rpctcp pkg/control pkg/membuf pkg/mount pkg/nfs/nfs3 " +
-		"pkg/nfs/mountd pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
-	{"pkg/mount", "internal/backoff pkg/keep/fdstore internal/loglimit internal/otlp internal/running " +
-		"pkg/keep/slotfile pkg/control pkg/fuse/kernel pkg/vfs pkg/vfs/data pkg/ledger pkg/membuf pkg/metrics pkg/nfs/nfs3 " +
-		"pkg/nfs/mountd pkg/nfs/nfsacl pkg/nfs/nlm " +
-		"pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/fuse/virtiofs pkg/xprt"},
-	{"test/kit/mounts", "test/kit/ganesha test/kit pkg/vfs pkg/nfs/nfs3 pkg/sunrpc"},
-	{"test/kit/ganesha", "pkg/sunrpc/rpctcp test/kit pkg/nfs/nfs3 pkg/nfs/mountd pkg/sunrpc"},
+	{"pkg/daemon", "internal/otlp internal/statuspage pkg/control pkg/keep/fdstore pkg/metrics pkg/mount"},
+	{"pkg/doctor", "pkg/control pkg/membuf pkg/mount pkg/nfs/mountd pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp " +
+		"pkg/trace pkg/verbs pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
+	{"pkg/mount", "internal/backoff internal/loglimit internal/otlp internal/running pkg/control pkg/fuse/kernel " +
+		"pkg/fuse/virtiofs pkg/keep/fdstore pkg/keep/slotfile pkg/ledger pkg/membuf pkg/metrics pkg/nfs/mountd " +
+		"pkg/nfs/nfs3 pkg/nfs/nfsacl pkg/nfs/nlm pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/faults " +
+		"pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/vfs pkg/vfs/data pkg/xprt"},
+	{"test/kit/mounts", "pkg/nfs/nfs3 pkg/sunrpc pkg/vfs test/kit test/kit/ganesha"},
+	{"test/kit/ganesha", "pkg/nfs/mountd pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp test/kit"},
 	{"test/kit/server", "internal/server/nfsserve pkg/verbs/softiwarp"},
-	{"internal/server/nfsserve", "internal/fairshare internal/server/nfsd internal/resvport pkg/sunrpc/rpctcp internal/server/svcrdma " +
-		"pkg/nfs/nfs3 pkg/sunrpc pkg/verbs"},
-	{"pkg/metrics", "pkg/vfs pkg/ledger pkg/nfs/nlm pkg/stats"},
+	{"internal/server/nfsserve", "internal/fairshare internal/resvport internal/server/nfsd " +
+		"internal/server/svcrdma pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp pkg/verbs"},
+	{"pkg/metrics", "pkg/ledger pkg/nfs/nlm pkg/stats pkg/vfs"},
 	{"pkg/xprt", "internal/backoff internal/fairqueue internal/leakcheck internal/running internal/verify " +
 		"pkg/ledger pkg/membuf pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace pkg/verbs"},
-	{"test/kit/hostile", "test/kit pkg/membuf pkg/nfs/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs pkg/verbs/faults"},
-	{"internal/server/nfsd", "internal/server/nlmd internal/resvport pkg/nfs pkg/nfs/nfs3 pkg/nfs/nfsacl pkg/nfs/nlm pkg/sunrpc"},
+	{"test/kit/hostile", "pkg/membuf pkg/nfs/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs pkg/verbs/faults test/kit"},
+	{"internal/server/nfsd", "internal/resvport internal/server/nlmd pkg/nfs pkg/nfs/nfs3 pkg/nfs/nfsacl " +
+		"pkg/nfs/nlm pkg/sunrpc"},
 	{"internal/server/nlmd", "internal/share pkg/nfs/nfs3 pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc"},
 	{"internal/server/svcrdma", "internal/fairshare pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
-	{"pkg/vfs", "internal/loglimit internal/share pkg/keep/slotfile pkg/fuse/kernel " +
-		"pkg/ledger pkg/membuf pkg/nfs pkg/nfs/nfsacl pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc pkg/vfs/attr pkg/vfs/data pkg/vfs/name"},
-	{"pkg/fuse/virtiofs", "pkg/keep/slotfile pkg/fuse/kernel pkg/ledger"},
-	{"pkg/nfs/nlm", "internal/backoff internal/loglimit internal/resvport pkg/sunrpc/rpctcp internal/running " +
-		"internal/share pkg/keep/slotfile pkg/nfs/nfs3 pkg/nfs/mountd pkg/nfs/rangelock pkg/sunrpc"},
+	{"pkg/vfs", "internal/loglimit internal/share pkg/fuse/kernel pkg/keep/slotfile pkg/ledger pkg/membuf " +
+		"pkg/nfs pkg/nfs/nfsacl pkg/nfs/nlm pkg/nfs/rangelock pkg/stats pkg/sunrpc pkg/vfs/attr pkg/vfs/data " +
+		"pkg/vfs/name"},
+	{"pkg/fuse/virtiofs", "pkg/fuse/kernel pkg/keep/slotfile pkg/ledger"},
+	{"pkg/nfs/nlm", "internal/backoff internal/loglimit internal/resvport internal/running internal/share " +
+		"pkg/keep/slotfile pkg/nfs/mountd pkg/nfs/nfs3 pkg/nfs/rangelock pkg/stats pkg/sunrpc pkg/sunrpc/rpctcp"},
 	{"pkg/memreg", "internal/verify pkg/membuf pkg/trace pkg/verbs"},
 	{"pkg/nfs/nfsacl", "pkg/nfs/nfs3 pkg/sunrpc"},
-	{"pkg/nfs/mountd", "internal/resvport pkg/sunrpc/rpctcp pkg/nfs/nfs3 pkg/sunrpc"},
+	{"pkg/nfs/mountd", "internal/resvport pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp"},
 	{"pkg/verbs/faults", "pkg/membuf pkg/verbs"},
 	{"pkg/verbs/rdmacore", "internal/leakcheck pkg/membuf pkg/verbs pkg/verbs/internal/base"},
 	{"pkg/verbs/softiwarp", "internal/leakcheck internal/resvport pkg/verbs pkg/verbs/internal/base"},
-	{"pkg/verbs/verbstest", "test/kit pkg/membuf pkg/verbs"},
+	{"pkg/verbs/verbstest", "pkg/membuf pkg/verbs test/kit"},
 	{"pkg/sunrpc/rpctcp", "pkg/sunrpc"},
 	{"test/kit/systemd", "test/kit"},
 	{"test/lab/systemd/load", "test/kit"},

@@ -6,6 +6,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 )
 
@@ -41,6 +43,23 @@ var (
 		"a native histogram.", "phase", "operation")
 )
 
+// numberDescs describe Snapshot.Numbers by name.
+var numberDescs = make(map[string]*prometheus.Desc)
+
+func init() {
+	all := Snapshot{Files: new(vfs.Counters), State: new(vfs.StateStats), Locks: new(nlm.Counters)}
+	for _, m := range all.Numbers() {
+		numberDescs[m.Name] = desc(m.Name, m.Help)
+	}
+}
+
+func kindOf(name string) prometheus.ValueType {
+	if stats.IsCounter(name) {
+		return prometheus.CounterValue
+	}
+	return prometheus.GaugeValue
+}
+
 // A Collector is a prometheus.Collector over snapshots. It takes the snapshots at each scrape.
 type Collector struct {
 	snapshots func() []Snapshot
@@ -57,14 +76,8 @@ func (c *Collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, s := range transportSeries {
 		ch <- s.desc
 	}
-	for _, s := range fileSeries {
-		ch <- s.desc
-	}
-	for _, s := range lockSeries {
-		ch <- s.desc
-	}
-	for _, s := range stateSeries {
-		ch <- s.desc
+	for _, d := range numberDescs {
+		ch <- d
 	}
 	for _, d := range []*prometheus.Desc{addrDesc, stateDesc, mrsDesc, connDesc, failDesc, procDesc, opDesc,
 		reqDesc, errDesc, procPhaseDesc, opPhaseDesc, stalledDesc, stallsDesc} {
@@ -103,6 +116,9 @@ func (s *Snapshot) collect(ch chan<- prometheus.Metric) {
 	for _, one := range transportSeries {
 		send(one.desc, one.kind, one.value(&s.Transport))
 	}
+	for _, m := range s.Numbers() {
+		send(numberDescs[m.Name], kindOf(m.Name), m.Value())
+	}
 	sendCounts(mrsDesc, prometheus.GaugeValue, s.Transport.MRStates)
 	sendCounts(connDesc, prometheus.GaugeValue, s.Transport.Connections)
 	sendCounts(failDesc, prometheus.CounterValue, s.Faults)
@@ -117,22 +133,11 @@ func (s *Snapshot) collect(ch chan<- prometheus.Metric) {
 	}
 	s.sendTimes(ch, procDesc, procPhaseDesc, s.Procs)
 	s.sendTimes(ch, opDesc, opPhaseDesc, s.Ops)
-	if s.Locks != nil {
-		for _, one := range lockSeries {
-			send(one.desc, one.kind, one.value(s.Locks))
-		}
-	}
 	if s.State != nil {
-		for _, one := range stateSeries {
-			send(one.desc, one.kind, one.value(s.State))
-		}
 		sendCounts(stateDesc, prometheus.GaugeValue, s.State.Records)
 	}
 	if s.Files == nil {
 		return
-	}
-	for _, one := range fileSeries {
-		send(one.desc, one.kind, one.value(s.Files))
 	}
 	for op := range s.Files.Ops {
 		// An operation that the kernel never requested has no series.

@@ -4,7 +4,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
-	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 )
 
 // A series is one metric of a mount that is a single number of a T.
@@ -14,11 +13,8 @@ type series[T any] struct {
 	value func(*T) float64
 }
 
-// Short names for the tables below.
-type (
-	transport = stats.Transport
-	files     = vfs.Counters
-)
+// A short name for the table below.
+type transport = stats.Transport
 
 func counter[T any](name, help string, value func(*T) uint64) series[T] {
 	return series[T]{desc(name, help), prometheus.CounterValue, func(t *T) float64 { return float64(value(t)) }}
@@ -113,55 +109,4 @@ var transportSeries = []series[transport]{
 		func(t *transport) float64 { return t.IdleTime.Seconds() }},
 	gauge("connected", "1 while at least one RDMA connection is established.",
 		func(t *transport) uint64 { return min(t.Connections[stats.Connected], 1) }),
-}
-
-var fileSeries = []series[files]{
-	counter("read_bytes_total", "File bytes returned to the kernel.",
-		func(f *files) uint64 { return f.ReadBytes.Load() }),
-	counter("written_bytes_total", "File bytes received from the kernel.",
-		func(f *files) uint64 { return f.WrittenBytes.Load() }),
-	counter("write_sent_bytes_total", "File bytes accepted by servers with WRITE, including bytes sent again.",
-		func(f *files) uint64 { return f.SentBytes.Load() }),
-	counter("commits_total", "COMMIT calls.", func(f *files) uint64 { return f.Commits.Load() }),
-	counter("write_replays_total", "Replays of unstable data because the write verifier of the server changed.",
-		func(f *files) uint64 { return f.Replays.Load() }),
-	counter("write_replayed_bytes_total", "File bytes sent again because the write verifier of the server changed.",
-		func(f *files) uint64 { return f.ReplayedBytes.Load() }),
-	counter("write_errors_total", "Extents of dirty data dropped after an error; fsync or close returned the error.",
-		func(f *files) uint64 { return f.WriteErrors.Load() }),
-	counter("buffer_waits_total", "Requests that waited for a free buffer, or for room in dirty_bytes.",
-		func(f *files) uint64 { return f.BufferWaits.Load() }),
-	counter("silly_renames_total", "Open files renamed instead of removed.",
-		func(f *files) uint64 { return f.SillyRenames.Load() }),
-	counter("invalid_replies_total", "Replies that break NFSv3, such as a directory without end.",
-		func(f *files) uint64 { return f.InvalidReplies.Load() }),
-	counter("write_throughs_total", "Writes without write-behind, because the server was busy with other files.",
-		func(f *files) uint64 { return f.WriteThroughs.Load() }),
-	counter("jukebox_retries_total", "Calls retried after NFS3ERR_JUKEBOX.",
-		func(f *files) uint64 { return f.JukeboxRetries.Load() }),
-	counter("fuse_interrupts_total", "Requests canceled by a fatal signal or by the end of the mount.",
-		func(f *files) uint64 { return f.Interrupts.Load() }),
-	counter("stale_handles_total", "Files and directories dropped after NFS3ERR_STALE.",
-		func(f *files) uint64 { return f.Stale.Load() }),
-	counter("cache_drops_total", "Drops of the cached data of a file, after a change by another client or for a lock.",
-		func(f *files) uint64 { return f.CacheDrops.Load() }),
-	counter("name_drops_total", "Cached names that expired because another client had changed the directory.",
-		func(f *files) uint64 { return f.NameDrops.Load() }),
-	counter("panics_total", "Internal errors (panics) of the file system. The first one ends the mount.",
-		func(f *files) uint64 { return f.Panics.Load() }),
-	counter("groups_unknown_total", "Credentials without supplementary groups, because the groups of the process "+
-		"could not be read.", func(f *files) uint64 { return f.GroupsUnknown.Load() }),
-	counter("groups_cut_total", "Credentials with only the first 16 groups of the process, the maximum of AUTH_SYS.",
-		func(f *files) uint64 { return f.GroupsCut.Load() }),
-	counter("nodes_without_record_total", "Files and directories that a restart does not keep, because too many are "+
-		"in use.", func(f *files) uint64 { return f.NodesWithoutRecord.Load() }),
-	counter("attribute_renewals_total", "READDIRPLUS calls that renewed the attributes of files for a walk of their "+
-		"directory.", func(f *files) uint64 { return f.Renewals.Load() }),
-	counter("readdir_restarts_total", "Directories read again from the start after NFS3ERR_BAD_COOKIE.",
-		func(f *files) uint64 { return f.ReadDirRestarts.Load() }),
-}
-
-var stateSeries = []series[vfs.StateStats]{
-	counter("mount_restores_total", "Daemons that have continued the mount of an earlier daemon.",
-		func(s *vfs.StateStats) uint64 { return s.Restarts }),
 }

@@ -35,6 +35,20 @@ type Snapshot struct {
 	Faults map[string]uint64
 }
 
+// Numbers returns the counters and gauges without labels, but those of Transport.
+func (s *Snapshot) Numbers() (all []stats.Metric) {
+	if s.Files != nil {
+		all = append(all, s.Files.Metrics()...)
+	}
+	if s.State != nil {
+		all = append(all, s.State.Metrics()...)
+	}
+	if s.Locks != nil {
+		all = append(all, s.Locks.Metrics()...)
+	}
+	return all
+}
+
 // A Connection is one connection of a mount.
 type Connection struct {
 	Address   string // RDMA address HOST:PORT, also of the last attempt to connect

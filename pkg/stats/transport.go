@@ -1,10 +1,3 @@
-// Package stats holds the type in which the transports of a mount report their counters and gauges.
-//
-// Package xprt fills a [Transport] for each connection, and [Transport.Add] sums those of one mount
-// (option nconnect). Package metrics shows the sum to Prometheus, and package control shows it in
-// the status of a mount.
-//
-// The package has no locks: a Transport is a copy that its holder owns.
 package stats
 
 import (

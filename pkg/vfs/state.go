@@ -12,6 +12,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 )
 
@@ -270,6 +271,13 @@ func (s *State) Restarts() uint32 { return s.restarts }
 type StateStats struct {
 	Restarts uint64            // processes that have continued the mount
 	Records  map[string]uint64 // records in use, by table
+}
+
+// Metrics returns the statistics without Records.
+func (s *StateStats) Metrics() []stats.Metric {
+	return []stats.Metric{
+		stats.New("mount_restores_total", "Daemons that have continued the mount of an earlier daemon.", &s.Restarts),
+	}
 }
 
 // Stats returns current statistics. It may be called concurrently, also after Close.

@@ -67,20 +67,6 @@ type Config struct {
 	times func(*Client) // for tests: changes the times and the connections
 }
 
-// Counters count the locks of one Client. Reading them is safe at any time.
-type Counters struct {
-	Held      atomic.Int64  // locks held now
-	Pending   atomic.Int64  // requests that wait now
-	Granted   atomic.Uint64 // locks granted by the server
-	Callbacks atomic.Uint64 // blocked requests granted after a callback
-	Polls     atomic.Uint64 // blocked requests granted after a poll
-	Denied    atomic.Uint64 // requests that conflicted with a lock of another client
-	Canceled  atomic.Uint64 // waiting requests that a signal ended
-	Reclaimed atomic.Uint64 // locks reclaimed after a restart of the server
-	Lost      atomic.Uint64 // locks lost after a restart of the server
-	NoService atomic.Uint64 // requests that failed with ENOLCK because the server has no NLM
-}
-
 // Times of a Client. Tests change them.
 type clientTimes struct {
 	// between polls for a lock that the server reported as blocked: of a server that calls back,
