@@ -154,7 +154,7 @@ func (w *testEnv) waitLocked(t *testing.T) {
 	client := control.NewClient(w.socket)
 	kit.Eventually(t, "held lock", func() bool {
 		l, err := client.Status(t.Context(), "")
-		return err == nil && len(l) > 0 && l[0].Locks.Held == 1
+		return err == nil && len(l) > 0 && l[0].Metrics["locks_held"] == 1
 	})
 }
 

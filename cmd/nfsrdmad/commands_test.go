@@ -42,8 +42,8 @@ func TestCommands(t *testing.T) {
 	if err := json.Unmarshal([]byte(out), &list); err != nil || len(list) != 1 {
 		t.Fatalf("%v: %s", err, out)
 	}
-	if s := list[0]; s.Dir != dir || s.State != control.StateMounted || s.Connects != 1 || s.RPCs["WRITE"] == 0 ||
-		!strings.HasPrefix(s.XprtLine, "\txprt:\trdma 0 0 1 ") {
+	if s := list[0]; s.Dir != dir || s.State != control.StateMounted || s.Metrics.Count("connects_total") != 1 ||
+		s.RPCs["WRITE"] == 0 || !strings.HasPrefix(s.XprtLine, "\txprt:\trdma 0 0 1 ") {
 		t.Errorf("got status %+v", s)
 	}
 	w.run(t, "umount", dir).succeeds(t)

@@ -83,9 +83,10 @@ func TestInjectedFaults(t *testing.T) {
 	if err := json.Unmarshal([]byte(out), &l); err != nil || len(l) != 1 {
 		t.Fatalf("%v: %s", err, out)
 	}
-	if s := &l[0]; s.Connects < 2 || s.FaultsInjected["disconnect-every"] == 0 || s.FaultsInjected["post-fail"] == 0 ||
-		s.MRsFailed == 0 {
-		t.Errorf("got %d connects, faults %v, %d failed MRs", s.Connects, s.FaultsInjected, s.MRsFailed)
+	faults, connects, failed := l[0].FaultsInjected, l[0].Metrics.Count("connects_total"),
+		l[0].Metrics.Count("mrs_failed_total")
+	if connects < 2 || faults["disconnect-every"] == 0 || faults["post-fail"] == 0 || failed == 0 {
+		t.Errorf("got %d connects, faults %v, %d failed MRs", connects, faults, failed)
 	}
 	on := scrape(t, metrics)
 	if on["nfsrdmad_fault_injection_enabled"] != 1 || on["nfsrdmad_rpc_resends_total"] == 0 ||

@@ -21,8 +21,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
-	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
 const referenceFile = "../../docs/reference.md"
@@ -265,7 +265,7 @@ func fullSnapshot() metrics.Snapshot {
 	files := new(vfs.Counters)
 	files.Ops[vfs.OpRead].Add(1)
 	return metrics.Snapshot{Connections: []metrics.Connection{{}},
-		Transport: stats.Transport{Connections: map[string]uint64{stats.Connected: 1},
+		Transport: xprt.Numbers{Connections: map[string]uint64{xprt.StateConnected: 1},
 			MRStates: map[string]uint64{"valid": 1}},
 		Files: files, State: &vfs.StateStats{Records: map[string]uint64{"files": 1}}, Locks: new(nlm.Counters),
 		Procs: times, Ops: times, Faults: map[string]uint64{"disconnect": 1}}

@@ -155,7 +155,7 @@ func TestKillProcessOfStoppedServer(t *testing.T) {
 	})
 	m.server.resume()
 	m.waitStatus(t, "idle second connection", func(s *control.MountStatus) bool {
-		return len(s.Calls) == 0 && s.SlotsInUse == 0 && s.Connects == 2
+		return len(s.Calls) == 0 && s.Metrics["slots_in_use"] == 0 && s.Metrics["connects_total"] == 2
 	})
 	if b, err := os.ReadFile(filepath.Join(m.mnt, "file")); err != nil || !slices.Equal(b, m.fileContents) {
 		t.Errorf("read after the loss: got %d bytes, %v; want the content of the server", len(b), err)

@@ -103,7 +103,8 @@ func TestStatsShowsLoad(t *testing.T) {
 	if readers != 1 || writers != 1 {
 		t.Errorf("got processes %+v, want one dd that read and one that wrote all bytes", r.Processes)
 	}
-	if len(r.Users) != 1 || r.Users[0].UID != 0 || r.Slots == 0 || r.Credits == 0 || len(r.MRStates) == 0 {
+	if len(r.Users) != 1 || r.Users[0].UID != 0 || r.Metrics["slots"] == 0 || r.Metrics["credits"] == 0 ||
+		len(r.MRs) == 0 {
 		t.Errorf("got %+v, want root as the only user, and slots, credits and MRs", r)
 	}
 

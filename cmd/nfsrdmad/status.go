@@ -90,7 +90,7 @@ func printMount(w io.Writer, m *control.MountStatus, now time.Time) {
 			to = " to " + m.Server
 		}
 		item(w, "connection", fmt.Sprintf("%s%s by %s, %s", m.Connection, to, m.Provider,
-			plural(m.Connects, "connect")), " ")
+			plural(m.Metrics.Count("connects_total"), "connect")), " ")
 	}
 	if !one {
 		item(w, "addresses", addressesLine(m.Addresses), ",")
@@ -118,10 +118,12 @@ func printMount(w io.Writer, m *control.MountStatus, now time.Time) {
 		item(w, "injected", counts(m.FaultsInjected), " ")
 	}
 	item(w, "sizes", fmt.Sprintf("rsize %d, wsize %d", m.MaxRead, m.MaxWrite), " ")
-	item(w, "slots", fmt.Sprintf("%d of %d in use, %s", m.SlotsInUse, m.Slots, plural(m.Credits, "credit")), " ")
-	item(w, "MRs", fmt.Sprintf("%s; failed %d: recovered %d, recycled %d, orphaned %d", counts(m.MRStates), m.MRsFailed,
-		m.MRsRecovered, m.MRsRecycled, m.MRsOrphaned), " ")
-	item(w, "locks", locksLine(&m.Locks), " ")
+	n := m.Metrics.Count
+	item(w, "slots", fmt.Sprintf("%d of %d in use, %s", n("slots_in_use"), n("slots"), plural(n("credits"), "credit")),
+		" ")
+	item(w, "MRs", fmt.Sprintf("%s; failed %d: recovered %d, recycled %d, orphaned %d", counts(m.MRs),
+		n("mrs_failed_total"), n("mrs_recovered_total"), n("mrs_recycled_total"), n("mrs_orphaned_total")), " ")
+	item(w, "locks", locksLine(m), " ")
 	item(w, "calls", callsLine(m), " ")
 	printCalls(w, m)
 	printHistory(w, m, now)
@@ -142,12 +144,14 @@ func addressesLine(l []control.Connection) string {
 	return strings.Join(parts, ", ")
 }
 
-func locksLine(l *control.LockStatus) string {
+func locksLine(m *control.MountStatus) string {
+	l, n := &m.Locks, m.Metrics.Count
 	if l.Local == "all" {
 		return "local to this host (local_lock=all)"
 	}
-	s := fmt.Sprintf("%d held, %d pending, %d granted (%d by callback, %d by poll), %d reclaimed, %d lost", l.Held,
-		l.Pending, l.Granted, l.Callbacks, l.Polls, l.Reclaimed, l.Lost)
+	s := fmt.Sprintf("%d held, %d pending, %d granted (%d by callback, %d by poll), %d reclaimed, %d lost",
+		n("locks_held"), n("locks_pending"), n("locks_granted_total"), n("locks_granted_callback_total"),
+		n("locks_granted_poll_total"), n("locks_reclaimed_total"), n("locks_lost_total"))
 	if l.Local != "none" {
 		s += "; " + l.Local + " local to this host"
 	}
@@ -161,7 +165,8 @@ func locksLine(l *control.LockStatus) string {
 }
 
 func callsLine(m *control.MountStatus) string {
-	s := fmt.Sprintf("%d sent, %d completed, ", m.Sends, m.Recvs)
+	s := fmt.Sprintf("%d sent, %d completed, ", m.Metrics.Count("rpc_sends_total"),
+		m.Metrics.Count("rpc_receives_total"))
 	if len(m.Calls) == 0 {
 		return s + "0 pending"
 	}

@@ -29,14 +29,14 @@ var allowed = []struct{ pkg, imports string }{
 		"pkg/trace pkg/verbs pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
 	{"pkg/mount", "internal/backoff internal/loglimit internal/otlp internal/running pkg/control pkg/fuse/kernel " +
 		"pkg/fuse/virtiofs pkg/keep/fdstore pkg/keep/slotfile pkg/ledger pkg/membuf pkg/metrics pkg/nfs/mountd " +
-		"pkg/nfs/nfs3 pkg/nfs/nfsacl pkg/nfs/nlm pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/faults " +
+		"pkg/nfs/nfs3 pkg/nfs/nfsacl pkg/nfs/nlm pkg/stats pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/faults " +
 		"pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/vfs pkg/vfs/data pkg/xprt"},
 	{"test/kit/mounts", "pkg/nfs/nfs3 pkg/sunrpc pkg/vfs test/kit test/kit/ganesha"},
 	{"test/kit/ganesha", "pkg/nfs/mountd pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp test/kit"},
 	{"test/kit/server", "internal/server/nfsserve pkg/verbs/softiwarp"},
 	{"internal/server/nfsserve", "internal/fairshare internal/resvport internal/server/nfsd " +
 		"internal/server/svcrdma pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp pkg/verbs"},
-	{"pkg/metrics", "pkg/ledger pkg/nfs/nlm pkg/stats pkg/vfs"},
+	{"pkg/metrics", "pkg/ledger pkg/nfs/nlm pkg/stats pkg/vfs pkg/xprt"},
 	{"pkg/xprt", "internal/backoff internal/fairqueue internal/leakcheck internal/running internal/verify " +
 		"pkg/ledger pkg/membuf pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace pkg/verbs"},
 	{"test/kit/hostile", "pkg/membuf pkg/nfs/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs pkg/verbs/faults test/kit"},
@@ -50,7 +50,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/fuse/virtiofs", "pkg/fuse/kernel pkg/keep/slotfile pkg/ledger"},
 	{"pkg/nfs/nlm", "internal/backoff internal/loglimit internal/resvport internal/running internal/share " +
 		"pkg/keep/slotfile pkg/nfs/mountd pkg/nfs/nfs3 pkg/nfs/rangelock pkg/stats pkg/sunrpc pkg/sunrpc/rpctcp"},
-	{"pkg/memreg", "internal/verify pkg/membuf pkg/trace pkg/verbs"},
+	{"pkg/memreg", "internal/verify pkg/membuf pkg/stats pkg/trace pkg/verbs"},
 	{"pkg/nfs/nfsacl", "pkg/nfs/nfs3 pkg/sunrpc"},
 	{"pkg/nfs/mountd", "internal/resvport pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp"},
 	{"pkg/verbs/faults", "pkg/membuf pkg/verbs"},

@@ -121,26 +121,27 @@ function counts(m) {
 }
 
 function mount(m) {
-  const s = m.status, now = m.stats;
+  const s = m.status, now = m.stats, n = s.metrics;
   const key = keyOf(s);
   let old = before.get(key), seconds = old ? now.uptime_seconds - old.uptime_seconds : 0;
-  const live = seconds > 0 && old.read_bytes <= now.read_bytes && old.rpc_sends <= now.rpc_sends;
+  const live = seconds > 0 && ["read_bytes_total", "rpc_sends_total"].every((name) =>
+    old.metrics[name] <= now.metrics[name]);
   if (!live) {
     old = undefined;
     seconds = now.uptime_seconds || 1;
   }
-  const rate = (name) => ((now[name] || 0) - (old ? old[name] : 0)) / seconds;
+  const rate = (name) => ((now.metrics[name] || 0) - (old ? old.metrics[name] : 0)) / seconds;
   const total = (l) => (l || []).reduce((n, o) => n + o.count, 0);
   const requests = (total(now.operations) - total(old && old.operations)) / seconds;
   if (!history.has(key)) history.set(key, { read: [], written: [], requests: [] });
   const h = history.get(key);
   if (live) {
-    push(h.read, rate("read_bytes"));
-    push(h.written, rate("written_bytes"));
+    push(h.read, rate("read_bytes_total"));
+    push(h.written, rate("written_bytes_total"));
     push(h.requests, requests);
   }
   const good = s.state === "mounted" && (s.connection === "connected" || s.connection === "idle");
-  const failed = (s.mrs_orphaned || 0) > 0;
+  const failed = (n.mrs_orphaned_total || 0) > 0;
   const problem = [s.failure, s.reason, s.fault_injection && "fault injection is on: " + s.fault_injection, s.last_error]
     .filter(Boolean);
   return node("section", {},
@@ -150,14 +151,14 @@ function mount(m) {
       new Date(s.since).toLocaleString()),
     ...problem.map((text) => node("p", { class: "line bad" }, text)),
     node("div", { class: "tiles" },
-      tile("read", bytes(rate("read_bytes"))), tile("written", bytes(rate("written_bytes"))),
-      tile("FUSE requests/s", number(requests)), tile("RPCs/s", number(rate("rpc_sends"))),
-      tile("calls in flight", String(s.calls_in_flight || 0)),
-      tile("calls queued", String(s.calls_queued || 0), s.calls_queued > 0 ? "bad" : ""),
-      tile("slots in use of " + s.slots, String(s.slots_in_use || 0)),
-      tile("credits", String(s.credits || 0)),
-      tile("MRs failed; " + (s.mrs_orphaned || 0) + " orphaned", String(s.mrs_failed || 0), failed ? "bad" : ""),
-      tile("RPCs resent; " + (s.rpc_timeouts || 0) + " timed out", String(s.rpc_resends || 0))),
+      tile("read", bytes(rate("read_bytes_total"))), tile("written", bytes(rate("written_bytes_total"))),
+      tile("FUSE requests/s", number(requests)), tile("RPCs/s", number(rate("rpc_sends_total"))),
+      tile("calls in flight", String(n.calls_in_flight || 0)),
+      tile("calls queued", String(n.calls_queued || 0), n.calls_queued > 0 ? "bad" : ""),
+      tile("slots in use of " + (n.slots || 0), String(n.slots_in_use || 0)),
+      tile("credits", String(n.credits || 0)),
+      tile("MRs failed; " + (n.mrs_orphaned_total || 0) + " orphaned", String(n.mrs_failed_total || 0), failed ? "bad" : ""),
+      tile("RPCs resent; " + (n.rpc_timeouts_total || 0) + " timed out", String(n.rpc_resends_total || 0))),
     node("p", { class: "line" }, "Memory regions: " + counts(s.mrs)),
     node("div", { class: "plots" },
       plot("Bytes", bytes, { name: "read", style: "first", values: h.read },

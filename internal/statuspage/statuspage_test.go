@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 )
 
 // source returns one mount that a process uses.
@@ -30,7 +31,7 @@ func (s source) Slow(context.Context, string) ([]control.SlowCalls, error) {
 }
 
 func (s source) Stats(context.Context, string) ([]control.MountStats, error) {
-	return []control.MountStats{{Dir: "/mnt", ReadBytes: 4713,
+	return []control.MountStats{{Dir: "/mnt", Numbers: control.Numbers{Metrics: stats.Values{"read_bytes_total": 4713}},
 		Processes: []control.Usage{{PID: 4711, Command: "secret-command"}}, Users: []control.Usage{{UID: 4712}}}}, nil
 }
 
@@ -63,7 +64,7 @@ func TestPageNamesNoUsers(t *testing.T) {
 	var p Page
 	err := json.NewDecoder(get(t, source{}, "GET", "/status.json").Body).Decode(&p)
 	if err != nil || len(p.Mounts) != 1 || p.Mounts[0].Status.Spec != "host:/export" ||
-		p.Mounts[0].Stats.ReadBytes != 4713 || len(p.Mounts[0].Slow.Calls) != 1 ||
+		p.Mounts[0].Stats.Metrics.Count("read_bytes_total") != 4713 || len(p.Mounts[0].Slow.Calls) != 1 ||
 		p.Mounts[0].Slow.Calls[0].Total != 4714 || len(p.Mounts[0].Status.Calls) != 1 ||
 		p.Mounts[0].Status.Calls[0].Procedure != "READ" {
 		t.Errorf("got %+v, %v, want the mount with its call and its counters", p, err)
@@ -129,7 +130,7 @@ func (detached) Status(context.Context, string) (l []control.MountStatus, _ erro
 
 func (detached) Stats(context.Context, string) (l []control.MountStats, _ error) {
 	for i, at := range since {
-		l = append(l, control.MountStats{Dir: "/mnt", Since: at, ReadBytes: uint64(i)})
+		l = append(l, control.MountStats{Dir: "/mnt", Since: at, Uptime: float64(i)})
 	}
 	return l, nil
 }
@@ -148,7 +149,7 @@ func TestPageTellsMountsOfOneDirectoryApart(t *testing.T) {
 		t.Fatalf("got %+v, %v, want %d mounts", p, err, len(since))
 	}
 	for i, m := range p.Mounts {
-		if !m.Status.Since.Equal(since[i]) || m.Stats.ReadBytes != uint64(i) || len(m.Slow.Calls) != i {
+		if !m.Status.Since.Equal(since[i]) || m.Stats.Uptime != float64(i) || len(m.Slow.Calls) != i {
 			t.Errorf("mount %d: got %+v, want its own counters and calls", i, m)
 		}
 	}

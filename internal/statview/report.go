@@ -32,19 +32,10 @@ type Report struct {
 	// All has the times of all FUSE requests.
 	All Latency `json:"all_operations"`
 
-	// Events during the interval.
-	Resends   uint64 `json:"rpc_resends"`
-	Timeouts  uint64 `json:"rpc_timeouts"`
-	Connects  uint64 `json:"connects"`
-	MRsFailed uint64 `json:"mrs_failed"`
-
-	// Gauges at the end of the interval.
-	Slots      uint64            `json:"slots"`
-	SlotsInUse uint64            `json:"slots_in_use"`
-	Credits    uint64            `json:"credits"`
-	InFlight   uint64            `json:"calls_in_flight"`
-	Queued     uint64            `json:"calls_queued"`
-	MRStates   map[string]uint64 `json:"mrs"`
+	// Metrics are how much each counter of control.Numbers has grown, and the gauges at the end of
+	// the interval, as MRs.
+	Metrics stats.Values      `json:"metrics"`
+	MRs     map[string]uint64 `json:"mrs"`
 
 	Processes []Use `json:"processes"` // that made requests, the busiest first
 	Users     []Use `json:"users"`
@@ -75,22 +66,28 @@ type Use struct {
 	Pending float64 `json:"mean_pending"`
 }
 
+// Counters that never fall while a mount exists.
+const (
+	readBytes    = "read_bytes_total"
+	writtenBytes = "written_bytes_total"
+	sends        = "rpc_sends_total"
+)
+
 // Between returns the report of the interval between two readings of one mount. A before without
 // counters gives the report since the counters of now began. So does a before from a daemon or a
 // mount that has ended, because its counters are larger or older.
 func Between(before, now *control.MountStats) Report {
 	interval := now.Uptime - before.Uptime
-	if interval <= 0 || before.Key() != now.Key() || before.ReadBytes > now.ReadBytes ||
-		before.WrittenBytes > now.WrittenBytes || before.Sends > now.Sends {
+	if interval <= 0 || before.Key() != now.Key() ||
+		slices.ContainsFunc([]string{readBytes, writtenBytes, sends}, func(name string) bool {
+			return before.Metrics[name] > now.Metrics[name]
+		}) {
 		before, interval = &control.MountStats{}, now.Uptime
 	}
-	rate := func(a, b uint64) float64 { return perSecond(float64(b)-float64(a), interval) }
-	r := Report{Dir: now.Dir, Spec: now.Spec, State: now.State, Interval: interval,
-		ReadBytes: rate(before.ReadBytes, now.ReadBytes), WrittenBytes: rate(before.WrittenBytes, now.WrittenBytes),
-		SentBytes: rate(before.SentBytes, now.SentBytes), RPCs: rate(before.Sends, now.Sends),
-		Resends: now.Resends - before.Resends, Timeouts: now.Timeouts - before.Timeouts,
-		Connects: now.Connects - before.Connects, MRsFailed: now.MRsFailed - before.MRsFailed}
-	r.setGauges(&now.Transport)
+	m := now.Metrics.Since(before.Metrics)
+	r := Report{Dir: now.Dir, Spec: now.Spec, State: now.State, Interval: interval, Metrics: m, MRs: now.MRs,
+		ReadBytes: perSecond(m[readBytes], interval), WrittenBytes: perSecond(m[writtenBytes], interval),
+		SentBytes: perSecond(m["write_sent_bytes_total"], interval), RPCs: perSecond(m[sends], interval)}
 	var all control.OperationStats
 	r.Operations, all = latencies(before.Operations, now.Operations, now.Bounds, interval)
 	r.All = latency(&all, now.Bounds, interval)
@@ -99,11 +96,6 @@ func Between(before, now *control.MountStats) Report {
 	r.Processes = uses(before.Processes, now.Processes, interval)
 	r.Users = uses(before.Users, now.Users, interval)
 	return r
-}
-
-func (r *Report) setGauges(t *stats.Transport) {
-	r.Slots, r.SlotsInUse, r.Credits, r.InFlight, r.Queued = t.Slots, t.SlotsInUse, t.Credits, t.InFlight, t.Queued
-	r.MRStates = t.MRStates
 }
 
 func perSecond(n, interval float64) float64 {

@@ -11,23 +11,25 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 )
 
-// readingAfter returns counters after the given seconds of a constant load.
-func readingAfter(seconds uint64) *control.MountStats {
-	n := seconds
-	return &control.MountStats{Dir: "/mnt", Spec: "host:/export", State: control.StateMounted, Uptime: float64(n),
-		ReadBytes: 4096 * 10 * n, WrittenBytes: 1000 * n, SentBytes: 500 * n,
+// readingAfter returns counters after n seconds of a constant load.
+func readingAfter(n uint64) *control.MountStats {
+	seconds := float64(n)
+	return &control.MountStats{Dir: "/mnt", Spec: "host:/export", State: control.StateMounted, Uptime: seconds,
 		Bounds: []float64{0.001, 0.002, 0.004},
 		Operations: []control.OperationStats{
-			{Name: "read", Count: 10 * n, Seconds: 0.03 * float64(n), Buckets: []uint64{n, 6 * n, 2 * n}},
-			{Name: "lookup", Count: 20 * n, Errors: 5 * n, Seconds: 0.02 * float64(n),
+			{Name: "read", Count: 10 * n, Seconds: 0.03 * seconds, Buckets: []uint64{n, 6 * n, 2 * n}},
+			{Name: "lookup", Count: 20 * n, Errors: 5 * n, Seconds: 0.02 * seconds,
 				Buckets: []uint64{20 * n, 0, 0}}},
-		Procedures: []control.OperationStats{{Name: "READ", Count: 10 * n, Seconds: float64(n),
+		Procedures: []control.OperationStats{{Name: "READ", Count: 10 * n, Seconds: seconds,
 			Buckets: []uint64{0, 0, 0}}},
-		Transport: stats.Transport{Sends: 30 * n, Resends: n, Slots: 64, SlotsInUse: 3, Credits: 32, InFlight: 2,
-			MRStates: map[string]uint64{"VALID": 1, "INVALID": 2, "FLUSHED": 0}},
+		Numbers: control.Numbers{
+			Metrics: stats.Values{readBytes: 40960 * seconds, writtenBytes: 1000 * seconds,
+				"write_sent_bytes_total": 500 * seconds, sends: 30 * seconds, "rpc_resends_total": seconds, "slots": 64,
+				"slots_in_use": 3, "credits": 32, "calls_in_flight": 2},
+			MRs: map[string]uint64{"VALID": 1, "INVALID": 2, "FLUSHED": 0}},
 		Processes: []control.Usage{
-			{PID: 7, Command: "dd", UID: 1, Requests: 10 * n, ReadBytes: 40960 * n, Seconds: 0.03 * float64(n)},
-			{PID: 8, Command: "ls", UID: 2, Requests: 20 * n, Seconds: 0.02 * float64(n)}},
+			{PID: 7, Command: "dd", UID: 1, Requests: 10 * n, ReadBytes: 40960 * n, Seconds: 0.03 * seconds},
+			{PID: 8, Command: "ls", UID: 2, Requests: 20 * n, Seconds: 0.02 * seconds}},
 		Users: []control.Usage{{UID: 1, Requests: 10 * n}, {UID: 2, Requests: 20 * n}}}
 }
 
@@ -37,7 +39,7 @@ func near(a, b float64) bool { return math.Abs(a-b) < 1e-9*max(math.Abs(b), 1) }
 func checkRates(t *testing.T, r *Report, interval float64) {
 	t.Helper()
 	if r.Interval != interval || r.ReadBytes != 40960 || r.WrittenBytes != 1000 || r.SentBytes != 500 ||
-		r.Requests != 30 || r.RPCs != 30 || r.Resends != uint64(interval) {
+		r.Requests != 30 || r.RPCs != 30 || r.Metrics["rpc_resends_total"] != interval || r.Metrics["slots"] != 64 {
 		t.Errorf("got %+v, want an interval of %v s with the rates of the load", r, interval)
 	}
 	want := []Latency{

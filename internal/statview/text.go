@@ -22,17 +22,18 @@ func (r *Report) Text(w io.Writer, rows int) {
 
 // summary describes r without its tables.
 func (r *Report) summary() []string {
+	n := r.Metrics.Count
 	lines := []string{
 		fmt.Sprintf("%-10s read %s, written %s, %s requests/s", "programs:", byteRate(r.ReadBytes),
 			byteRate(r.WrittenBytes), number(r.Requests)),
 		fmt.Sprintf("%-10s %s RPCs/s, %s accepted; %d resent, %d timed out", "server:", number(r.RPCs),
-			byteRate(r.SentBytes), r.Resends, r.Timeouts),
-		fmt.Sprintf("%-10s %d credits, %d of %d slots in use, %d in flight, %d queued", "calls:", r.Credits,
-			r.SlotsInUse, r.Slots, r.InFlight, r.Queued),
-		fmt.Sprintf("%-10s %s; %d failed", "MRs:", states(r.MRStates), r.MRsFailed),
+			byteRate(r.SentBytes), n("rpc_resends_total"), n("rpc_timeouts_total")),
+		fmt.Sprintf("%-10s %d credits, %d of %d slots in use, %d in flight, %d queued", "calls:", n("credits"),
+			n("slots_in_use"), n("slots"), n("calls_in_flight"), n("calls_queued")),
+		fmt.Sprintf("%-10s %s; %d failed", "MRs:", states(r.MRs), n("mrs_failed_total")),
 	}
-	if r.Connects > 0 {
-		lines = append(lines, fmt.Sprintf("%-10s %d new", "connects:", r.Connects))
+	if connects := n("connects_total"); connects > 0 {
+		lines = append(lines, fmt.Sprintf("%-10s %d new", "connects:", connects))
 	}
 	return lines
 }

@@ -152,8 +152,7 @@ type MountStatus struct {
 	MaxWrite   int    `json:"wsize,omitempty"`      // bytes
 	// Addresses are the connections of the mount, by their number.
 	Addresses []Connection `json:"addresses,omitempty"`
-	// Transport is the sum over the connections of the mount.
-	stats.Transport
+	Numbers
 	XprtLine string            `json:"xprt,omitempty"` // the xprt line of the kernel's mountstats
 	RPCs     map[string]uint64 `json:"rpcs,omitempty"` // calls by procedure
 	Calls    []PendingCall     `json:"calls"`          // all pending calls, the oldest first
@@ -163,6 +162,15 @@ type MountStatus struct {
 	FaultsInjected map[string]uint64 `json:"faults_injected,omitempty"`
 	Trace          int               `json:"trace_events"` // events kept per connection
 	Locks          LockStatus        `json:"locks"`
+}
+
+// Numbers are the counters and gauges of one mount.
+type Numbers struct {
+	// Metrics are the values of the metrics of the mount that have no further label, by name without
+	// "nfsrdmad_". docs/reference.md says what they are.
+	Metrics     stats.Values      `json:"metrics"`
+	Connections map[string]uint64 `json:"connections,omitempty"` // by state
+	MRs         map[string]uint64 `json:"mrs,omitempty"`         // by state
 }
 
 // A MountStats holds the counters of one mount. They grow from the time of the mount, or from the
@@ -175,16 +183,11 @@ type MountStats struct {
 	// Uptime is the time that the counters cover.
 	Uptime float64 `json:"uptime_seconds"`
 
-	ReadBytes    uint64 `json:"read_bytes"`       // file bytes returned to programs
-	WrittenBytes uint64 `json:"written_bytes"`    // file bytes received from programs
-	SentBytes    uint64 `json:"write_sent_bytes"` // file bytes accepted by the server
-
 	// Bounds are the upper bounds of the buckets of each latency in seconds.
 	Bounds     []float64        `json:"bounds_seconds"`
 	Operations []OperationStats `json:"operations"` // FUSE requests
 	Procedures []OperationStats `json:"procedures"` // RPCs
-	// Transport is the sum over the connections of the mount.
-	stats.Transport
+	Numbers
 	// Processes are those with requests in the last ten minutes, and Users all. Those with the most
 	// time are first. The daemon drops the least recent ones when there are too many.
 	Processes []Usage `json:"processes"`
@@ -226,15 +229,7 @@ type Connection struct {
 // A LockStatus describes the locks of a mount.
 type LockStatus struct {
 	// Local are the kinds of locks that the kernel of this host keeps: all, flock, posix or none.
-	Local     string `json:"local_lock"`
-	Held      int64  `json:"held"`       // ranges locked at the server now
-	Pending   int64  `json:"pending"`    // requests that wait now
-	Granted   uint64 `json:"granted"`    // all locks granted by the server
-	Callbacks uint64 `json:"callbacks"`  // waiting requests granted after a callback of the server
-	Polls     uint64 `json:"polls"`      // waiting requests granted after a poll
-	Reclaimed uint64 `json:"reclaimed"`  // locks reclaimed after a restart of the server
-	Lost      uint64 `json:"lost"`       // locks lost in a restart of the server
-	NoService uint64 `json:"no_service"` // requests that failed because the server has no NLM
+	Local string `json:"local_lock"`
 	// Notices says how servers reach this host.
 	Notices   string `json:"notices,omitempty"`
 	LastError string `json:"last_error,omitempty"` // of the last attempt to reach the lock service

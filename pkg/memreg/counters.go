@@ -1,22 +1,40 @@
 package memreg
 
-import "sync/atomic"
+import (
+	"sync/atomic"
 
-// Counters count the MRs of a mount across its connections and pools (docs/features.md S23). Safe
-// for concurrent use.
+	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
+)
+
+// Counts count MRs (docs/features.md S23); Metrics says what each counts. N is atomic.Uint64 in
+// [Counters], and uint64 in a copy. MRsFailed is the sum of MRsRecovered, MRsRecycled and MRsOrphaned
+// when no failed MR is pending.
+type Counts[N atomic.Uint64 | uint64] struct {
+	MRsAllocated, MRsFailed, MRsRecovered, MRsRecycled, MRsOrphaned N
+	LocalInvNeeded, RemoteInvalidations, MapErrors                  N
+}
+
+// Metrics returns the counters.
+func (c *Counts[N]) Metrics() []stats.Metric {
+	return []stats.Metric{
+		stats.New("mrs_allocated_total", "Allocations of memory regions.", &c.MRsAllocated),
+		stats.New("mrs_failed_total", "Memory regions in an unknown state after a flush, an error or a lost "+
+			"connection: sum of recovered, recycled and orphaned.", &c.MRsFailed),
+		stats.New("mrs_recovered_total", "Memory regions replaced after a lost connection.", &c.MRsRecovered),
+		stats.New("mrs_recycled_total", "Memory regions destroyed because their invalidation failed.",
+			&c.MRsRecycled),
+		stats.New("mrs_orphaned_total", "Memory regions that could not be destroyed or replaced.", &c.MRsOrphaned),
+		stats.New("local_inv_needed_total", "Memory regions that the client had to invalidate.", &c.LocalInvNeeded),
+		stats.New("remote_invalidations_total", "Memory regions invalidated by servers with Send With Invalidate.",
+			&c.RemoteInvalidations),
+		stats.New("map_errors_total", "Registrations that failed: refused by the device, or no memory region left.",
+			&c.MapErrors),
+	}
+}
+
+// Counters count the MRs of a mount across its connections and pools. Safe for concurrent use.
 type Counters struct {
-	Allocated atomic.Uint64 // MRs allocated
-
-	// Failed counts MRs whose state became uncertain. Recovered, Recycled and Orphaned are the
-	// outcomes. Their sum equals Failed when no failed MR is pending.
-	Failed    atomic.Uint64
-	Recovered atomic.Uint64 // replaced in place after their connection ended
-	Recycled  atomic.Uint64 // destroyed because their LOCAL_INV failed or could not be posted
-	Orphaned  atomic.Uint64 // could not be destroyed or replaced
-
-	LocalInvNeeded atomic.Uint64 // LOCAL_INVs posted
-	RemoteInv      atomic.Uint64 // MRs invalidated by the server
-	MapErrors      atomic.Uint64 // failed allocations and registrations
+	Counts[atomic.Uint64]
 
 	gauges [numStates]atomic.Int64
 	free   atomic.Int64

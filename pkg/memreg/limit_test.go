@@ -61,8 +61,8 @@ func TestSlotTakesFreeMRs(t *testing.T) {
 	}
 	idle.Unmap()
 	busy.Unmap()
-	if stats.Allocated.Load() != 10 || stats.Free() != 10 {
-		t.Errorf("got %d allocated, %d free; want 10, 10", stats.Allocated.Load(), stats.Free())
+	if stats.MRsAllocated.Load() != 10 || stats.Free() != 10 {
+		t.Errorf("got %d allocated, %d free; want 10, 10", stats.MRsAllocated.Load(), stats.Free())
 	}
 	if err := pool.Check(); err != nil {
 		t.Error(err)
@@ -108,8 +108,8 @@ func TestSlotsShareFewMRs(t *testing.T) {
 	if err := pool.Check(); err != nil {
 		t.Error(err)
 	}
-	if stats.Allocated.Load() != 6 || stats.Free() != 6 {
-		t.Errorf("got %d allocated, %d free; want 6, 6", stats.Allocated.Load(), stats.Free())
+	if stats.MRsAllocated.Load() != 6 || stats.Free() != 6 {
+		t.Errorf("got %d allocated, %d free; want 6, 6", stats.MRsAllocated.Load(), stats.Free())
 	}
 	pool.Destroy()
 }

@@ -318,7 +318,7 @@ func (l *List) RemoteInvalidated(key verbs.RKey) bool {
 	for i, m := range l.registered {
 		if m.handle == key {
 			l.registered = append(l.registered[:i], l.registered[i+1:]...)
-			l.pool.stats.RemoteInv.Add(1)
+			l.pool.stats.RemoteInvalidations.Add(1)
 			m.event(trace.RemInv, 0)
 			l.releaseAfter(m, evRemoteInv)
 			return true

@@ -240,9 +240,9 @@ func TestMapLayout(t *testing.T) {
 					stats.Total())
 			}
 			if pool.Destroy(); pd.present != 0 || stats.Total() != 0 || stats.Free() != 0 ||
-				stats.Recycled.Load() != 0 {
+				stats.MRsRecycled.Load() != 0 {
 				t.Errorf("after Destroy: got %d MRs on the device, gauges of %d total and %d free, %d recycled; want 0",
-					pd.present, stats.Total(), stats.Free(), stats.Recycled.Load())
+					pd.present, stats.Total(), stats.Free(), stats.MRsRecycled.Load())
 			}
 		})
 	}
@@ -273,8 +273,8 @@ func TestMapCarriesXID(t *testing.T) {
 		}
 		l.Unmap()
 	}
-	if stats.Allocated.Load() != 1 {
-		t.Errorf("allocated MRs: got %d, want 1", stats.Allocated.Load())
+	if stats.MRsAllocated.Load() != 1 {
+		t.Errorf("allocated MRs: got %d, want 1", stats.MRsAllocated.Load())
 	}
 	if n := testing.AllocsPerRun(300, func() {
 		if _, err := l.Map([][]byte{mem}, true, 7); err != nil {
@@ -327,7 +327,7 @@ func TestDestroyCountsFailedMRs(t *testing.T) {
 			stats.InState(FlushedLI), stats.InState(Valid))
 	}
 	pd.deregErr = syscall.EBUSY
-	if n := pool.Destroy(); n != 3 || stats.Orphaned.Load() != 3 || stats.Total() != 0 {
-		t.Errorf("Destroy: got %d, %d orphaned, %d remaining; want 3, 3, 0", n, stats.Orphaned.Load(), stats.Total())
+	if n := pool.Destroy(); n != 3 || stats.MRsOrphaned.Load() != 3 || stats.Total() != 0 {
+		t.Errorf("Destroy: got %d, %d orphaned, %d remaining; want 3, 3, 0", n, stats.MRsOrphaned.Load(), stats.Total())
 	}
 }

@@ -203,7 +203,7 @@ func (r *model) disconnect(t *testing.T) {
 		if n := len(r.pd.validKeys()); n != 0 {
 			t.Fatalf("valid keys after recovery: got %d, want 0", n)
 		}
-	} else if r.stats.Orphaned.Load() == 0 {
+	} else if r.stats.MRsOrphaned.Load() == 0 {
 		t.Fatal("pool is unusable without an orphaned MR")
 	}
 	r.check(t)
@@ -250,7 +250,7 @@ func (r *model) pick(p phase) *modelSlot {
 func (r *model) call(t *testing.T, s *modelSlot) {
 	s.list.Use(r.pool)
 	r.xid++
-	allocated, free := r.stats.Allocated.Load(), len(s.list.free.mrs)
+	allocated, free := r.stats.MRsAllocated.Load(), len(s.list.free.mrs)
 	chunks := r.rng.IntN(3)
 	for range chunks {
 		n := 1 + r.rng.IntN(10*4096)
@@ -273,7 +273,7 @@ func (r *model) call(t *testing.T, s *modelSlot) {
 			return
 		}
 	}
-	if len(s.list.Registered()) > free+int(r.stats.Allocated.Load()-allocated) {
+	if len(s.list.Registered()) > free+int(r.stats.MRsAllocated.Load()-allocated) {
 		*r.moved++
 	}
 	if r.rng.IntN(10) == 0 {

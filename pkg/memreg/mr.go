@@ -69,7 +69,7 @@ func (m *MR) apply(e event) {
 				c.gauges[to].Add(1)
 			}
 			if to.failed() && !from.failed() {
-				c.Failed.Add(1)
+				c.MRsFailed.Add(1)
 			}
 			return
 		}

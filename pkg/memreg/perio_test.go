@@ -141,8 +141,8 @@ func TestPerIOFailures(t *testing.T) {
 	if err := l.Unmap(); err != nil {
 		t.Errorf("second Unmap: got %v, want nil", err)
 	}
-	if len(l.free.mrs) != 0 || stats.Orphaned.Load() != 1 {
-		t.Errorf("got %d free, %d orphaned; want 0, 1", len(l.free.mrs), stats.Orphaned.Load())
+	if len(l.free.mrs) != 0 || stats.MRsOrphaned.Load() != 1 {
+		t.Errorf("got %d free, %d orphaned; want 0, 1", len(l.free.mrs), stats.MRsOrphaned.Load())
 	}
 	if pool.Recover() {
 		t.Error("Recover: got a usable pool, want an unusable one: an MR may still be registered")
@@ -176,9 +176,9 @@ func TestUnmapReportsFailedUnregister(t *testing.T) {
 		if err := l.Unmap(); !errors.Is(err, errUnregister) {
 			t.Errorf("failed Map %v: Unmap: got %v, want %v", failedMap, err, errUnregister)
 		}
-		if pd.registered != 0 || len(l.free.mrs) != 3 || stats.Recycled.Load() != 1 || len(l.Registered()) != 0 {
+		if pd.registered != 0 || len(l.free.mrs) != 3 || stats.MRsRecycled.Load() != 1 || len(l.Registered()) != 0 {
 			t.Errorf("failed Map %v: got %d keys, %d free, %d recycled, %d registered; want 0, 3, 1, 0", failedMap,
-				pd.registered, len(l.free.mrs), stats.Recycled.Load(), len(l.Registered()))
+				pd.registered, len(l.free.mrs), stats.MRsRecycled.Load(), len(l.Registered()))
 		}
 		if err := l.Unmap(); err != nil {
 			t.Errorf("failed Map %v: second Unmap: got %v, want nil", failedMap, err)

@@ -65,7 +65,7 @@ func (p *Pool) newMR(l *List) (*MR, error) {
 	if err != nil {
 		return nil, fmt.Errorf("allocate MR of %d pages: %w", p.params.Depth, err)
 	}
-	m := &MR{pool: p, list: l, id: uint32(p.stats.Allocated.Add(1)), segs: make([][]byte, 0, 4)}
+	m := &MR{pool: p, list: l, id: uint32(p.stats.MRsAllocated.Add(1)), segs: make([][]byte, 0, 4)}
 	m.attach(vmr)
 	m.reg.Opcode, m.reg.Done = verbs.OpFastReg, m.regDone
 	m.inv.Opcode, m.inv.Done = verbs.OpLocalInv, m.invDone
@@ -103,7 +103,7 @@ func (p *Pool) remove(m *MR) bool {
 func (p *Pool) recycle(m *MR) {
 	m.event(trace.Recycle, 0)
 	if p.remove(m) && p.destroy(m) {
-		p.stats.Recycled.Add(1)
+		p.stats.MRsRecycled.Add(1)
 	}
 }
 
@@ -128,7 +128,7 @@ func (p *Pool) destroy(m *MR) bool {
 
 func (p *Pool) orphan(m *MR) {
 	m.event(trace.Orphan, 0)
-	p.stats.Orphaned.Add(1)
+	p.stats.MRsOrphaned.Add(1)
 }
 
 // recover destroys the provider's MR of m, which fences the memory, and allocates another in its
@@ -144,7 +144,7 @@ func (p *Pool) recover(m *MR) bool {
 		p.retireKeys(m)
 		if vmr, err := p.pd.AllocMR(p.params.Depth); err == nil {
 			m.attach(vmr)
-			p.stats.Recovered.Add(1)
+			p.stats.MRsRecovered.Add(1)
 			m.event(trace.Recover, 0)
 			return true
 		}
@@ -155,7 +155,7 @@ func (p *Pool) recover(m *MR) bool {
 	}
 	p.remove(m)
 	if p.destroy(m) { // the second attempt succeeded
-		p.stats.Recycled.Add(1)
+		p.stats.MRsRecycled.Add(1)
 	}
 	return false
 }
@@ -195,10 +195,10 @@ func (p *Pool) Destroy() (orphaned int) {
 		case !ok:
 			orphaned++
 			if !inUse {
-				p.stats.Failed.Add(1)
+				p.stats.MRsFailed.Add(1)
 			}
 		case inUse:
-			p.stats.Recycled.Add(1)
+			p.stats.MRsRecycled.Add(1)
 		}
 	}
 	return orphaned
@@ -249,7 +249,8 @@ func (c *Counters) checkFailed() error {
 			pending += uint64(c.InState(s))
 		}
 	}
-	failed, recovered, recycled, orphaned := c.Failed.Load(), c.Recovered.Load(), c.Recycled.Load(), c.Orphaned.Load()
+	failed, orphaned := c.MRsFailed.Load(), c.MRsOrphaned.Load()
+	recovered, recycled := c.MRsRecovered.Load(), c.MRsRecycled.Load()
 	if failed != recovered+recycled+orphaned+pending {
 		return fmt.Errorf("memreg: %d MRs failed, but %d recovered + %d recycled + %d orphaned + %d pending",
 			failed, recovered, recycled, orphaned, pending)

@@ -79,10 +79,10 @@ func TestChainOfLocalInvs(t *testing.T) {
 		}
 		if errors.Is(err, syscall.ENOMEM) != (failAt >= 0) || calls != 0 || len(qp.posted) != want ||
 			stats.LocalInvNeeded.Load() != uint64(want) || len(l.Registered()) != want ||
-			stats.InState(Valid) != int64(want) || stats.Recycled.Load() != uint64(3-want) {
+			stats.InState(Valid) != int64(want) || stats.MRsRecycled.Load() != uint64(3-want) {
 			t.Errorf("failure at %d: got %v, %d fenced, %d posted, %d counted, %d registered, %d VALID, %d recycled; "+
 				"want %d posted", failAt, err, calls, len(qp.posted), stats.LocalInvNeeded.Load(), len(l.Registered()),
-				stats.InState(Valid), stats.Recycled.Load(), want)
+				stats.InState(Valid), stats.MRsRecycled.Load(), want)
 		}
 		for i, wr := range qp.posted {
 			if wr.Opcode != verbs.OpLocalInv || wr.InvalidateRKey != mrs[i].handle || wr.Signaled != (i == 2) {
@@ -114,9 +114,9 @@ func TestRemoteInvalidationCounts(t *testing.T) {
 	if err := l.Invalidate(qp, func(bool) {}); err != nil {
 		t.Error(err)
 	}
-	if len(qp.posted) != 2 || stats.RemoteInv.Load() != 1 || stats.LocalInvNeeded.Load() != 2 || stats.Free() != 1 {
+	if len(qp.posted) != 2 || stats.RemoteInvalidations.Load() != 1 || stats.LocalInvNeeded.Load() != 2 || stats.Free() != 1 {
 		t.Errorf("got %d LOCAL_INVs, counters %d remote and %d local, %d free; want 2, 1, 2, 1", len(qp.posted),
-			stats.RemoteInv.Load(), stats.LocalInvNeeded.Load(), stats.Free())
+			stats.RemoteInvalidations.Load(), stats.LocalInvNeeded.Load(), stats.Free())
 	}
 }
 

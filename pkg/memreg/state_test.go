@@ -51,7 +51,7 @@ func TestTransitions(t *testing.T) {
 				if want.failed() && !from.failed() {
 					wantFailed = 1
 				}
-				if failed := stats.Failed.Load(); failed != wantFailed {
+				if failed := stats.MRsFailed.Load(); failed != wantFailed {
 					t.Errorf("failed MRs from %v to %v: got %d, want %d", from, want, failed, wantFailed)
 				}
 			})

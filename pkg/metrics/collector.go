@@ -73,9 +73,6 @@ func NewCollector(snapshots func() []Snapshot) *Collector {
 
 // Describe implements prometheus.Collector.
 func (c *Collector) Describe(ch chan<- *prometheus.Desc) {
-	for _, s := range transportSeries {
-		ch <- s.desc
-	}
 	for _, d := range numberDescs {
 		ch <- d
 	}
@@ -112,9 +109,6 @@ func (s *Snapshot) collect(ch chan<- prometheus.Metric) {
 		for label, n := range counts {
 			send(d, kind, float64(n), label)
 		}
-	}
-	for _, one := range transportSeries {
-		send(one.desc, one.kind, one.value(&s.Transport))
 	}
 	for _, m := range s.Numbers() {
 		send(numberDescs[m.Name], kindOf(m.Name), m.Value())

@@ -1,9 +1,9 @@
 // Package metrics shows the statistics of mounts as Prometheus metrics, and as the "xprt:" line of
 // the kernel's mountstats.
 //
-// The counters belong to other packages: stats.Transport to the transports, vfs.Counters to the
-// file system. This package counts only times ([Times]). A [Collector] keeps no state between
-// scrapes: each scrape asks a function for one [Snapshot] per mount. A mount that has ended is
+// The counters belong to other packages, which declare their names and help texts: xprt.Numbers,
+// vfs.Counters, nlm.Counters. This package counts only times ([Times]). A [Collector] keeps no state
+// between scrapes: each scrape asks a function for one [Snapshot] per mount. A mount that has ended is
 // missing from the next scrape, and the data path does no work for a scrape.
 //
 // # Names

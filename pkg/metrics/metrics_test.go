@@ -11,23 +11,25 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	promtest "github.com/prometheus/client_golang/prometheus/testutil"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
+	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 func TestMain(m *testing.M) { kit.Main(m) }
 
-// distinct returns a Transport whose counters differ, so that a swapped field fails a test.
-func distinct() stats.Transport {
-	return stats.Transport{
-		Connections: map[string]uint64{stats.Connected: 1},
-		Connects:    3, ConnectTime: 4 * time.Second, IdleTime: 5 * time.Second, Sends: 6, Recvs: 7, BadXIDs: 8,
-		InFlightSum: 9, QueuedSum: 10, ReadChunks: 11, WriteChunks: 12, ReplyChunks: 13, TotalRDMARequest: 14,
-		TotalRDMAReply: 15, PullupCopyBytes: 16, FixupCopyBytes: 17, FailedMarshal: 19, BadReply: 20, NomsgCall: 21,
-		MRsRecovered: 20, MRsRecycled: 2, MRsOrphaned: 23, MRsAllocated: 24, LocalInvNeeded: 25, EmptySendCtx: 26,
-		ReplyWaitsForSend: 27, Credits: 64, Slots: 128, SlotsInUse: 2,
-		MRStates: map[string]uint64{"valid": 4, "invalid": 28},
+// distinct returns Numbers whose counters differ, so that a swapped field fails a test.
+func distinct() xprt.Numbers {
+	return xprt.Numbers{
+		Connections: map[string]uint64{xprt.StateConnected: 1},
+		Counters: xprt.Counters[uint64]{Connects: 3, Sends: 6, Recvs: 7, BadXIDs: 8, ReadChunks: 11, WriteChunks: 12,
+			ReplyChunks: 13, TotalRDMARequest: 14, TotalRDMAReply: 15, PullupCopyBytes: 16, FixupCopyBytes: 17,
+			FailedMarshal: 19, BadReply: 20, NomsgCall: 21, EmptySendCtx: 26, ReplyWaitsForSend: 27},
+		Counts: memreg.Counts[uint64]{MRsRecovered: 20, MRsRecycled: 2, MRsOrphaned: 23, MRsAllocated: 24,
+			LocalInvNeeded: 25},
+		ConnectTime: 4 * time.Second, IdleTime: 5 * time.Second, InFlightSum: 9, QueuedSum: 10,
+		Credits: 64, Slots: 128, SlotsInUse: 2, MRStates: map[string]uint64{"valid": 4, "invalid": 28},
 	}
 }
 
@@ -188,6 +190,33 @@ func TestDocumentsNameExistingMetrics(t *testing.T) {
 	}
 	if n < 10 {
 		t.Errorf("names in the documents: got %d, want 10 or more; the pattern may be wrong", n)
+	}
+}
+
+// TestReadersNameExistingMetrics checks the names in the packages that read stats.Values.
+func TestReadersNameExistingMetrics(t *testing.T) {
+	n := 0
+	for _, dir := range []string{"cmd/nfsrdmad", "internal/statview", "test/restart", "test/scale",
+		"test/lab/rdmacore"} {
+		pages, err := filepath.Glob("../../" + dir + "/*.go")
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, page := range pages {
+			text, err := os.ReadFile(page)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, m := range regexp.MustCompile(`(?:Metrics\[|Count\(|\bn\()"([a-z_]+)"`).FindAllSubmatch(text, -1) {
+				n++
+				if numberDescs[string(m[1])] == nil {
+					t.Errorf("%s names the metric %s, which does not exist", page, m[1])
+				}
+			}
+		}
+	}
+	if n < 30 {
+		t.Errorf("names in the sources: got %d, want 30 or more; the pattern may be wrong", n)
 	}
 }
 

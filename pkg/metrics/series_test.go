@@ -5,56 +5,62 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	promtest "github.com/prometheus/client_golang/prometheus/testutil"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-// setField sets a field of statistics to a value other than zero.
-func setField(f reflect.Value) {
-	switch v := f.Addr().Interface().(type) {
-	case *uint64:
-		*v = 1 << 40
-	case *time.Duration:
-		*v = 1 << 40
-	case *map[string]uint64:
-		*v = map[string]uint64{stats.Connected: 1}
-	}
+// A family is a struct of numbers.
+type family interface{ Metrics() []stats.Metric }
+
+func TestEveryFieldHasOneMetric(t *testing.T) {
+	everyField(t, new(xprt.Numbers), "Connections", "MRStates")
+	everyField(t, new(vfs.Counters), "Ops", "Errors")
+	everyField(t, new(vfs.StateStats), "Records")
+	everyField(t, new(nlm.Counters))
 }
 
-func TestEveryFieldHasOneSeries(t *testing.T) { everyField(t, transportSeries, "MRStates") }
-
-// everyField fails t unless each field of T but those of labeled has exactly one series.
-func everyField[T any](t *testing.T, all []series[T], labeled ...string) {
-	shown := make(map[int]string)
-	kind := reflect.TypeFor[T]()
-	for i := range kind.NumField() {
-		name := kind.Field(i).Name
-		if slices.Contains(labeled, name) {
-			continue
-		}
-		var counted T
-		setField(reflect.ValueOf(&counted).Elem().Field(i))
-		n := 0
-		for s := range all {
-			if all[s].value(&counted) == 0 {
+// everyField fails t unless each field of numbers but those of labeled has exactly one metric, and
+// each metric a field.
+func everyField(t *testing.T, numbers family, labeled ...string) {
+	shown := make(map[string]string)
+	var walk func(reflect.Value)
+	walk = func(all reflect.Value) {
+		for i := range all.NumField() {
+			field, f := all.Type().Field(i), all.Field(i)
+			if field.Anonymous {
+				walk(f)
 				continue
 			}
-			n++
-			if other, twice := shown[s]; twice {
-				t.Errorf("%s shows both %s and %s", all[s].desc, other, name)
+			if slices.Contains(labeled, field.Name) {
+				continue
 			}
-			shown[s] = name
-		}
-		if n != 1 {
-			t.Errorf("series of field %s: got %d, want 1", name, n)
+			size := reflect.NewAt(reflect.TypeFor[uint64](), f.Addr().UnsafePointer()).Elem()
+			size.SetUint(1 << 40) // all types of numbers have this memory
+			n := 0
+			for _, m := range numbers.Metrics() {
+				if m.Value() != 0 {
+					n++
+					if other := shown[m.Name]; other != "" {
+						t.Errorf("%s shows both %s and %s", m.Name, other, field.Name)
+					}
+					shown[m.Name] = field.Name
+				}
+			}
+			if n != 1 {
+				t.Errorf("metrics of field %s of %T: got %d, want 1", field.Name, numbers, n)
+			}
+			size.SetUint(0)
 		}
 	}
-	if len(shown) != len(all) {
-		t.Errorf("series that show a field of %v: got %d, want %d", kind, len(shown), len(all))
+	walk(reflect.ValueOf(numbers).Elem())
+	if n := len(numbers.Metrics()); len(shown) != n {
+		t.Errorf("metrics that show a field of %T: got %d, want %d", numbers, len(shown), n)
 	}
 }
 
@@ -63,7 +69,7 @@ func TestCollectorShowsFaults(t *testing.T) {
 	registry.MustRegister(FaultInjection(true), NewCollector(func() []Snapshot {
 		return []Snapshot{{Mount: "/m", Server: "192.0.2.1:20049", Provider: "softiwarp",
 			Faults:    map[string]uint64{"disconnect-every": 3, "lose-reply": 0},
-			Transport: stats.Transport{Connections: map[string]uint64{"connected": 1, "idle": 0}}}}
+			Transport: xprt.Numbers{Connections: map[string]uint64{"connected": 1, "idle": 0}}}}
 	}))
 	problems, err := promtest.GatherAndLint(registry)
 	if err != nil || len(problems) > 0 {

@@ -6,6 +6,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
 // A Snapshot holds the statistics of one mount.
@@ -16,7 +17,7 @@ type Snapshot struct {
 	// Connections are the connections of the mount, by their number.
 	Connections []Connection
 	// Transport is the sum over the connections of the mount.
-	Transport stats.Transport
+	Transport xprt.Numbers
 	// Files are the live counters of the file system; nil leaves them out.
 	Files *vfs.Counters
 	// State are the statistics of what the next daemon continues the mount from; nil leaves them
@@ -35,8 +36,9 @@ type Snapshot struct {
 	Faults map[string]uint64
 }
 
-// Numbers returns the counters and gauges without labels, but those of Transport.
-func (s *Snapshot) Numbers() (all []stats.Metric) {
+// Numbers returns the counters and gauges without labels.
+func (s *Snapshot) Numbers() []stats.Metric {
+	all := s.Transport.Metrics()
 	if s.Files != nil {
 		all = append(all, s.Files.Metrics()...)
 	}

@@ -4,7 +4,7 @@ import (
 	"strconv"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
 // XprtLine returns t in the format of the "xprt:" line in /proc/self/mountstats, which
@@ -14,7 +14,7 @@ import (
 // Times are whole seconds. Port, bind count and hardway_register are always 0: this transport
 // discovers no port, and its buffers never grow. Kernels call one column mrs_recovered at first and
 // mrs_recycled later; XprtLine prints the sum of both there.
-func XprtLine(t *stats.Transport) string {
+func XprtLine(t *xprt.Numbers) string {
 	fields := [...]uint64{
 		0, // port
 		0, // bind_count

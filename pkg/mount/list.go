@@ -10,6 +10,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
+	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 )
 
 // List returns all mounts, sorted by mount point. It never waits for a server.
@@ -71,7 +72,8 @@ func (e *entry) info() control.MountInfo {
 func (t *Table) Status(ctx context.Context, dir string) ([]control.MountStatus, error) {
 	return describe(ctx, t, "status", dir, func(v view) control.MountStatus {
 		// During the build there are no calls and no history.
-		s := control.MountStatus{Calls: []control.PendingCall{}, History: []control.ConnEvent{}}
+		s := control.MountStatus{Calls: []control.PendingCall{}, History: []control.ConnEvent{},
+			Numbers: control.Numbers{Metrics: stats.Values{}}}
 		if v.instance != nil {
 			s = v.instance.Status()
 		}
@@ -84,7 +86,7 @@ func (t *Table) Status(ctx context.Context, dir string) ([]control.MountStatus, 
 // for a server. A mount that is not built yet has none.
 func (t *Table) Stats(ctx context.Context, dir string) ([]control.MountStats, error) {
 	return describe(ctx, t, "stats", dir, func(v view) control.MountStats {
-		var s control.MountStats
+		s := control.MountStats{Numbers: control.Numbers{Metrics: stats.Values{}}}
 		if v.instance != nil {
 			s = v.instance.Stats()
 		}

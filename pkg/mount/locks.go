@@ -48,10 +48,6 @@ func (s *mountStack) lockStatus() control.LockStatus {
 	if s.locks == nil {
 		return st
 	}
-	n := &s.locks.Counters
-	st.Held, st.Pending = n.Held.Load(), n.Pending.Load()
-	st.Granted, st.Callbacks, st.Polls = n.Granted.Load(), n.Callbacks.Load(), n.Polls.Load()
-	st.Reclaimed, st.Lost, st.NoService = n.Reclaimed.Load(), n.Lost.Load(), n.NoService.Load()
 	st.Notices, st.LastError = s.shared.locks.Status(), s.locks.Reason()
 	return st
 }

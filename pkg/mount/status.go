@@ -7,6 +7,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
+	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
@@ -18,7 +19,7 @@ func (s *mountStack) Snapshot() metrics.Snapshot {
 	_, snap.Faults = injected(s.provider)
 	for _, t := range s.transports.all {
 		st := t.Stats()
-		snap.Transport.Add(&st.Transport)
+		snap.Transport.Add(&st.Numbers)
 		snap.Connections = append(snap.Connections, metrics.Connection{Address: st.Address.String(),
 			Connected: st.State == xprt.StateConnected})
 	}
@@ -55,20 +56,25 @@ func (s *mountStack) Rings() []*trace.Ring {
 // Stats implements mountInstance.
 func (s *mountStack) Stats() control.MountStats {
 	snap := s.Snapshot()
-	st := control.MountStats{Uptime: time.Since(s.since).Seconds(), Transport: snap.Transport,
+	st := control.MountStats{Uptime: time.Since(s.since).Seconds(), Numbers: numbersOf(&snap),
 		Procedures: operationStats(snap.Procs, nil)}
 	for _, b := range metrics.Bounds {
 		st.Bounds = append(st.Bounds, b.Seconds())
 	}
-	f := &s.fs.Counters
-	st.ReadBytes, st.WrittenBytes, st.SentBytes = f.ReadBytes.Load(), f.WrittenBytes.Load(), f.SentBytes.Load()
 	failed := make(map[string]uint64)
-	for op := range f.Errors {
-		failed[vfs.Op(op).String()] = f.Errors[op].Load()
+	for op := range s.fs.Counters.Errors {
+		failed[vfs.Op(op).String()] = s.fs.Counters.Errors[op].Load()
 	}
 	st.Operations = operationStats(snap.Ops, failed)
 	st.Processes, st.Users = s.usage.usages()
 	return st
+}
+
+func numbersOf(snap *metrics.Snapshot) control.Numbers {
+	n := control.Numbers{Metrics: make(stats.Values), Connections: snap.Transport.Connections,
+		MRs: snap.Transport.MRStates}
+	n.Metrics.Add(snap.Numbers())
+	return n
 }
 
 // operationStats converts durations. failed are the errors by name.
@@ -86,7 +92,7 @@ func operationStats(l []metrics.NamedTimes, failed map[string]uint64) []control.
 func (s *mountStack) Status() control.MountStatus {
 	snap := s.Snapshot()
 	st := control.MountStatus{
-		Transport: snap.Transport, XprtLine: metrics.XprtLine(&snap.Transport), RPCs: make(map[string]uint64),
+		Numbers: numbersOf(&snap), XprtLine: metrics.XprtLine(&snap.Transport), RPCs: make(map[string]uint64),
 		Addresses: s.connections(), Calls: s.pendingCalls(), History: s.history(),
 		FaultsInjected: snap.Faults, Trace: s.opts.TraceEvents,
 	}

@@ -79,7 +79,7 @@ func (t *Transport) call(ctx context.Context, m *sunrpc.Message, r repeat) error
 	if err != nil {
 		var interrupted *InterruptedError
 		if errors.As(err, &interrupted) {
-			t.stats.interrupts.Add(1)
+			t.stats.Interrupted.Add(1)
 		}
 	}
 	return err

@@ -151,10 +151,10 @@ func (t *Transport) dial(ctx context.Context, admitted bool) (_ *conn, err error
 	defer cancel()
 	cn := &conn{ended: make(chan struct{}), causeSet: make(chan struct{}), down: make(chan struct{})}
 	began := time.Now()
-	defer func() { t.stats.connectNanos.Add(uint64(time.Since(began))) }()
+	defer func() { t.connectNanos.Add(int64(time.Since(began))) }()
 	defer func() {
 		if err != nil {
-			t.stats.connectFailures.Add(1)
+			t.stats.ConnectFailures.Add(1)
 			if ctx.Err() == nil {
 				t.cfg.Servers.failed(address)
 			}
@@ -270,7 +270,7 @@ func (cn *conn) sendNudge(after time.Duration) {
 	if t.conn.Load() != cn || !cn.sq.take(1) {
 		return
 	}
-	t.stats.nudges.Add(1) // before the post, because a reply may follow at once
+	t.stats.Nudges.Add(1) // before the post, because a reply may follow at once
 	t.trace.Add(trace.Event{Kind: trace.Nudge})
 	cn.sq.begin(1)
 	if _, err := cn.qp.PostSend(cn.emptyWrite()); err != nil {

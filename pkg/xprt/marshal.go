@@ -48,7 +48,7 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 	}
 	s.mrs.Use(cn.pool)
 	if err := t.marshal(s, cn); err != nil {
-		t.stats.failedMarshal.Add(1)
+		t.stats.FailedMarshal.Add(1)
 		var bad *ProtocolError
 		if !errors.As(err, &bad) && !errors.Is(err, memreg.ErrTooManySegments) &&
 			!errors.Is(err, memreg.ErrForeignMemory) {
@@ -83,7 +83,7 @@ func (cn *conn) reserve(s *slot, n int) error {
 	if cn.sq.take(n) {
 		return nil
 	}
-	cn.t.stats.emptySendCtx.Add(1)
+	cn.t.stats.EmptySendCtx.Add(1)
 	cn.t.trace.Add(trace.Event{Kind: trace.NoSendCtx, XID: s.xid})
 	return &queueFullError{room, cn.ended}
 }
@@ -142,9 +142,9 @@ func (s *slot) post(cn *conn, head *verbs.WorkRequest, n int) error {
 		s.times.Mark(ledger.PhaseSend, ledger.Now())
 	}
 	if err == nil {
-		t.stats.sends.Add(1)
+		t.stats.Sends.Add(1)
 		if s.sends++; s.sends > 1 {
-			t.stats.resends.Add(1)
+			t.stats.Resends.Add(1)
 			t.trace.Add(trace.Event{Kind: trace.Resend, XID: s.xid})
 		}
 		t.trace.Add(trace.Event{Kind: trace.PostSend, XID: s.xid, N: uint16(n), A: uint64(len(s.sge[0].Buf))})
@@ -213,7 +213,7 @@ func (t *Transport) marshal(s *slot, cn *conn) error {
 	}
 	b = appendArgs(b, m, inlineData)
 	if inlineData {
-		t.stats.pullupBytes.Add(uint64(len(m.ArgData)))
+		t.stats.PullupCopyBytes.Add(uint64(len(m.ArgData)))
 	}
 	s.fillSend(cn, b)
 	return nil
@@ -285,8 +285,8 @@ func (s *slot) marshalReplySide(cn *conn) error {
 		if s.wchunk, err = s.mapWrites(s.wchunk, segs); err != nil {
 			return err
 		}
-		t.stats.writeChunks.Add(uint64(len(s.wchunk)))
-		t.stats.totalRequest.Add(uint64(room))
+		t.stats.WriteChunks.Add(uint64(len(s.wchunk)))
+		t.stats.TotalRDMARequest.Add(uint64(room))
 		if pad := cn.writePad; pad != nil && room%4 != 0 {
 			s.wchunk = append(s.wchunk, *pad)
 		}
@@ -302,8 +302,8 @@ func (s *slot) marshalReplySide(cn *conn) error {
 	if s.rchunk, err = s.mapWrites(s.rchunk, s.single[:]); err != nil {
 		return err
 	}
-	t.stats.replies.Add(uint64(len(s.rchunk)))
-	t.stats.totalRequest.Add(uint64(size))
+	t.stats.ReplyChunks.Add(uint64(len(s.rchunk)))
+	t.stats.TotalRDMARequest.Add(uint64(size))
 	h.Reply, h.HasReply = s.rchunk, true
 	return nil
 }
@@ -351,7 +351,7 @@ func (s *slot) mapReads(mem []byte, pos uint32) error {
 		s.hdr.Reads = append(s.hdr.Reads, rpcrdma.ReadSegment{Position: pos,
 			Segment: rpcrdma.Segment{Handle: mr.Handle(), Length: mr.Length(), Offset: mr.Offset()}})
 	}
-	s.t.stats.readChunks.Add(uint64(n))
+	s.t.stats.ReadChunks.Add(uint64(n))
 	return nil
 }
 
@@ -365,8 +365,8 @@ func (s *slot) marshalLongCall(cn *conn, rest int) error {
 	}
 	b := sunrpc.AppendCall(buf[:0], s.xid, m.Prog, m.Vers, m.Proc, m.Cred)
 	b = appendArgs(b, m, true)
-	s.t.stats.pullupBytes.Add(uint64(len(b)))
-	s.t.stats.nomsg.Add(1)
+	s.t.stats.PullupCopyBytes.Add(uint64(len(b)))
+	s.t.stats.NomsgCall.Add(1)
 	h.Proc = rpcrdma.ProcNoMsg
 	if err := s.mapReads(b, 0); err != nil {
 		return err

@@ -21,7 +21,7 @@ func (cn *conn) received(r *recvBuf, wc *verbs.WorkCompletion) {
 		return
 	}
 	t := cn.t
-	t.stats.recvs.Add(1)
+	t.stats.Recvs.Add(1)
 	now := ledger.Now()
 	cn.lastReceived.Store(t.nowAt(now))
 	b := r.wr.SGE.Buf[:wc.ByteLen]
@@ -30,7 +30,7 @@ func (cn *conn) received(r *recvBuf, wc *verbs.WorkCompletion) {
 		cn.fail(&postError{"Receive", perr})
 	}
 	if err != nil {
-		t.stats.badReply.Add(1)
+		t.stats.BadReply.Add(1)
 		t.trace.Add(trace.Event{Kind: trace.BadReply, XID: cn.hdr.XID})
 		cn.warnDiscarded(err)
 	}
@@ -103,13 +103,13 @@ func (cn *conn) reply(b []byte, now ledger.Time) (s *slot, fence bool, err error
 	}
 	s = t.slotOf(h.XID)
 	if s == nil {
-		t.stats.badXIDs.Add(1)
+		t.stats.BadXIDs.Add(1)
 		return nil, false, nil
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.xid != h.XID || s.conn != cn || (s.state != slotSent && s.state != slotAbandoned) || s.lateDone {
-		t.stats.badXIDs.Add(1)
+		t.stats.BadXIDs.Add(1)
 		return nil, false, nil
 	}
 	cn.recordReply(s)
@@ -143,8 +143,8 @@ func (t *Transport) slotOf(xid uint32) *slot {
 func (s *slot) accept(h *rpcrdma.Header, msg []byte) error {
 	m := s.msg
 	if h.Proc == rpcrdma.ProcError {
-		s.t.stats.remoteErrs.Add(1)
-		s.t.stats.badReply.Add(1) // as the client of the kernel counts
+		s.t.stats.RDMAErrors.Add(1)
+		s.t.stats.BadReply.Add(1) // as the client of the kernel counts
 		return &ServerError{Code: h.Err, Low: h.Low, High: h.High}
 	}
 	if len(h.Reads) != 0 {
@@ -161,7 +161,7 @@ func (s *slot) accept(h *rpcrdma.Header, msg []byte) error {
 			return err
 		}
 		m.ResultDataLen = min(n, m.ResultRoom()) // more bytes went to the pad
-		s.t.stats.totalReply.Add(uint64(n))
+		s.t.stats.TotalRDMAReply.Add(uint64(n))
 	} else if len(h.Writes) != 0 {
 		return &ProtocolError{Reason: "reply returns a write chunk, the call offered none"}
 	}
@@ -171,7 +171,7 @@ func (s *slot) accept(h *rpcrdma.Header, msg []byte) error {
 		if long, err = checkReturned(h.Reply, s.rchunk); err != nil {
 			return err
 		}
-		s.t.stats.totalReply.Add(uint64(long))
+		s.t.stats.TotalRDMAReply.Add(uint64(long))
 	}
 	if h.Proc == rpcrdma.ProcNoMsg {
 		if len(s.rchunk) == 0 || !h.HasReply {
@@ -183,7 +183,7 @@ func (s *slot) accept(h *rpcrdma.Header, msg []byte) error {
 	if long != 0 {
 		return &ProtocolError{Reason: "inline reply uses the reply chunk"}
 	}
-	s.t.stats.fixupBytes.Add(uint64(len(msg)))
+	s.t.stats.FixupCopyBytes.Add(uint64(len(msg)))
 	return s.parseReply(m, msg)
 }
 
@@ -238,7 +238,7 @@ func (s *slot) results(m *sunrpc.Message) error {
 	if err != nil {
 		var bad *ProtocolError
 		if errors.As(err, &bad) {
-			s.t.stats.badReply.Add(1)
+			s.t.stats.BadReply.Add(1)
 		}
 	}
 	return err

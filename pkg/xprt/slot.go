@@ -324,7 +324,7 @@ func (s *slot) fencedDone(ok bool) {
 		s.times.Mark(ledger.PhaseCompletion, ledger.Now())
 	}
 	if s.sendBusy && s.state == slotFencing {
-		s.t.stats.replyWaits.Add(1)
+		s.t.stats.ReplyWaitsForSend.Add(1)
 	}
 	ends := s.finishIfReady()
 	s.mu.Unlock()

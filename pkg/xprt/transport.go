@@ -15,7 +15,6 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
-	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
@@ -152,7 +151,7 @@ func (c *Config) fill() error {
 type Transport struct {
 	cfg    Config
 	log    hclog.Logger
-	stats  counters
+	stats  Counters[atomic.Uint64]
 	mrs    memreg.Counters
 	trace  *trace.Ring // nil if tracing is off
 	window window
@@ -163,6 +162,7 @@ type Transport struct {
 	arena        []byte // send buffers of the slots
 	long         *membuf.Pool
 	epoch        time.Time
+	connectNanos atomic.Int64 // nanoseconds spent connecting
 	// stopped is the time in nanoseconds in which the process was stopped (SIGSTOP). Only watch
 	// changes it.
 	stopped atomic.Int64
@@ -205,7 +205,7 @@ type Transport struct {
 
 // States of a transport.
 const (
-	StateConnected    = stats.Connected
+	StateConnected    = "connected"
 	StateConnecting   = "connecting"
 	StateDisconnected = "disconnected"
 	StateIdle         = "idle" // closed until the next call

@@ -198,7 +198,7 @@ func (t *Transport) install(cn *conn) {
 		s.connectionBegan()
 	}
 	t.send.Unlock()
-	t.stats.connects.Add(1)
+	t.stats.Connects.Add(1)
 	t.setState(StateConnected, nil)
 	if len(t.cfg.Servers.all) > 1 {
 		t.recordEvent("connected to "+t.Address().String(), nil)
@@ -341,7 +341,7 @@ func (t *Transport) checkSlot(s *slot, now int64) {
 	case slotSent, slotFencing, slotAbandoned:
 		if waited := time.Duration(now - s.sentRunning); waited > t.replyTimeout(s.sends) && s.conn != nil &&
 			!s.lateDone && !isClosed(s.conn.ended) {
-			t.stats.timeouts.Add(1)
+			t.stats.Timeouts.Add(1)
 			t.trace.Add(trace.Event{Kind: trace.Timeout, XID: s.xid})
 			s.conn.fail(&TimeoutError{Server: t.Address().String(), After: waited})
 		}
@@ -456,7 +456,7 @@ func (t *Transport) ping(cn *conn) {
 		}
 		return
 	}
-	t.stats.pings.Add(1)
+	t.stats.KeepAlives.Add(1)
 	m := sunrpc.Message{Prog: pingProgram, Vers: pingVersion, Cred: sunrpc.AppendAuthNone(nil)}
 	t.trace.Add(trace.Event{Kind: trace.Ping})
 	if err := t.run(ctx, s, &m, t.startCall()); err != nil {

@@ -84,9 +84,9 @@ func (r *rig) waitAddresses(when string, want ...int) {
 		}
 		return nil
 	})
-	before := r.status().Recvs
+	before := r.status().Metrics.Count("rpc_receives_total")
 	kit.Succeeds(r.t, "replies "+when, func() error {
-		if n := r.status().Recvs; n < before+200 {
+		if n := r.status().Metrics.Count("rpc_receives_total"); n < before+200 {
 			return fmt.Errorf("got %d replies after %d", n, before)
 		}
 		return nil

@@ -136,8 +136,9 @@ func checkLockEnds(t *testing.T, r *rig, files, probe *worker, other string) {
 	probe.do("ok", "set range w 0 0")
 	probe.do("ok", "flock file ex")
 	files.do("EAGAIN", "set range r 0 1")
-	if st := r.status(); st.Locks.Lost != 0 || st.Locks.Held != 0 {
-		t.Errorf("got %d lost and %d held locks, want none", st.Locks.Lost, st.Locks.Held)
+	n := r.status().Metrics.Count
+	if lost, held := n("locks_lost_total"), n("locks_held"); lost != 0 || held != 0 {
+		t.Errorf("got %d lost and %d held locks, want none", lost, held)
 	}
 }
 

@@ -219,13 +219,15 @@ func (r *rig) status() control.MountStatus {
 func (r *rig) unmount() {
 	r.t.Helper()
 	r.checkReleased()
-	st := r.status()
-	if st.MRsFailed != st.MRsRecovered+st.MRsRecycled+st.MRsOrphaned {
-		r.t.Errorf("%d MRs failed, but %d were recovered, %d recycled and %d orphaned", st.MRsFailed, st.MRsRecovered,
-			st.MRsRecycled, st.MRsOrphaned)
+	n := r.status().Metrics.Count
+	failed, recovered, recycled, orphaned := n("mrs_failed_total"), n("mrs_recovered_total"), n("mrs_recycled_total"),
+		n("mrs_orphaned_total")
+	if failed != recovered+recycled+orphaned {
+		r.t.Errorf("%d MRs failed, but %d were recovered, %d recycled and %d orphaned", failed, recovered, recycled,
+			orphaned)
 	}
-	if st.BadReply != 0 || st.RemoteAccessErrors != 0 {
-		r.t.Errorf("got %d bad replies and %d remote access errors", st.BadReply, st.RemoteAccessErrors)
+	if bad, refused := n("bad_reply_total"), n("remote_access_errors_total"); bad != 0 || refused != 0 {
+		r.t.Errorf("got %d bad replies and %d remote access errors", bad, refused)
 	}
 	r.cli("umount", r.dir)
 	r.end(0)

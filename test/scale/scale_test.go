@@ -21,7 +21,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/bench"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
@@ -313,9 +313,9 @@ func (r *rig) connected(t *testing.T, connects uint64) error {
 	}
 	for i := range all {
 		lost := slices.ContainsFunc(all[i].Addresses, func(c control.Connection) bool {
-			return c.State != stats.Connected
+			return c.State != xprt.StateConnected
 		})
-		if lost || all[i].Connects < connects {
+		if lost || all[i].Metrics.Count("connects_total") < connects {
 			return fmt.Errorf("%s is not connected", all[i].Dir)
 		}
 	}
