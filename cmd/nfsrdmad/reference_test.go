@@ -5,11 +5,13 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
 	"testing"
 
+	"github.com/hashicorp/go-hclog"
 	"github.com/prometheus/client_golang/prometheus"
 	dto "github.com/prometheus/client_model/go"
 	"github.com/spf13/cobra"
@@ -23,6 +25,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 const referenceFile = "../../docs/reference.md"
@@ -185,10 +188,7 @@ Those of traces exist only with ` + "`otlp_endpoint`" + `. The daemon also has t
 `)
 	all := []prometheus.Collector{
 		metrics.NewCollector(func() []metrics.Snapshot { return []metrics.Snapshot{fullSnapshot()} }),
-		metrics.LossCollector(func() metrics.LostBytes { return metrics.LostBytes{} }), metrics.FaultInjection(false),
-		metrics.StateCollector(func() map[string]int { return map[string]int{"mounted": 1} }),
-		metrics.AbortCollector(func() uint64 { return 0 }), metrics.KeptCollector(func() (k metrics.Kept) { return k }),
-		metrics.SpanCollector(func() metrics.Spans { return metrics.Spans{} }),
+		metrics.DaemonCollector(startDaemon(t).Metrics),
 	}
 	types := make(map[string]string)
 	described := make(map[string][]string)
@@ -230,6 +230,17 @@ func collect[T any](method func(chan<- T)) <-chan T {
 		method(ch)
 	}()
 	return ch
+}
+
+// startDaemon starts a daemon with all metrics in this process.
+func startDaemon(t *testing.T) *daemon.Daemon {
+	cfg := daemon.DefaultConfig()
+	cfg.ControlSocket, cfg.StateDir = daemon.Text(filepath.Join(t.TempDir(), "control.sock")), daemon.Text(t.TempDir())
+	cfg.KeepMounts, cfg.MetricsListen, cfg.NLMListen, cfg.OTLPEndpoint = false, "", "", "http://127.0.0.1:1"
+	d, err := daemon.Start(cfg, hclog.NewNullLogger())
+	kit.Must(t, err)
+	t.Cleanup(func() { kit.Must(t, d.Close()) })
+	return d
 }
 
 func sortedKeys[T any](m map[string]T) []string {

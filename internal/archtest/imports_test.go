@@ -24,7 +24,8 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/csi", "pkg/control pkg/mount"},
 	{"test/lab/beside/program", "pkg/control pkg/daemon test/differential"},
 	{"test/differential", "pkg/nfs/nfsacl"},
-	{"pkg/daemon", "internal/otlp internal/statuspage pkg/control pkg/keep/fdstore pkg/metrics pkg/mount"},
+	{"pkg/daemon", "internal/otlp internal/statuspage pkg/control pkg/keep/fdstore pkg/metrics pkg/mount " +
+		"pkg/stats"},
 	{"pkg/doctor", "pkg/control pkg/membuf pkg/mount pkg/nfs/mountd pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp " +
 		"pkg/trace pkg/verbs pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
 	{"pkg/mount", "internal/backoff internal/loglimit internal/otlp internal/running pkg/control pkg/fuse/kernel " +
@@ -63,7 +64,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"test/kit", "internal/leakcheck internal/resvport internal/verify"},
 	{"internal/statuspage", "pkg/control"},
 	{"internal/statview", "pkg/control pkg/stats"},
-	{"internal/otlp", "pkg/control pkg/ledger"},
+	{"internal/otlp", "pkg/control pkg/ledger pkg/stats"},
 	{"pkg/control", "pkg/stats"},
 	{"pkg/keep/fdstore", "internal/backoff internal/oomscore"},
 	{"pkg/keep/slotfile", "internal/memfd"},

@@ -25,6 +25,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 )
 
 const (
@@ -47,13 +48,6 @@ type Config struct {
 	Ratio    float64 // see CheckRatio
 	Version  string  // of the program
 	Log      hclog.Logger
-}
-
-// Counters count spans.
-type Counters struct {
-	Exported    uint64 // accepted by the collector
-	DroppedFull uint64 // the queue was full
-	DroppedSend uint64 // the collector did not answer, or did not accept the whole batch
 }
 
 // An Exporter exports sampled operations. Its methods may be called concurrently, except Close.
@@ -160,9 +154,16 @@ func (x *Exporter) Export(o *Operation) {
 	}
 }
 
-// Counters returns the counters.
-func (x *Exporter) Counters() Counters {
-	return Counters{Exported: x.exported.Load(), DroppedFull: x.droppedFull.Load(), DroppedSend: x.droppedSend.Load()}
+// Metrics returns the counts of spans. The reason "queue" means that the queue was full, and
+// "collector" that the collector did not answer, or did not accept the whole batch.
+func (x *Exporter) Metrics() []stats.Metric {
+	const dropped = "Spans of traces that were dropped: the queue was full, or the collector did not accept them."
+	return []stats.Metric{
+		stats.New("otlp_spans_exported_total", "Spans of traces that the OpenTelemetry collector has accepted.",
+			&x.exported),
+		stats.New("otlp_spans_dropped_total", dropped, &x.droppedFull).With("reason", "queue"),
+		stats.New("otlp_spans_dropped_total", dropped, &x.droppedSend).With("reason", "collector"),
+	}
 }
 
 // Close exports what was passed to Export before, for at most the time flush, and ends the

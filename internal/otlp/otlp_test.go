@@ -137,9 +137,16 @@ func TestSpansOfRequest(t *testing.T) {
 	if r := root.Resource; r["service.name"] != "nfsrdmad" || r["service.version"] != "7" || r["color"] != nil {
 		t.Errorf("resource: got %v", r)
 	}
-	if n := x.Counters(); n != (Counters{Exported: 7}) || log.Len() != 0 {
+	if n := countsOf(x); n != (counts{exported: 7}) || log.Len() != 0 {
 		t.Errorf("got counters %+v and log %q, want 7 exported spans", n, log)
 	}
+}
+
+// counts are the counts of spans by their fate.
+type counts struct{ exported, queue, collector uint64 }
+
+func countsOf(x *Exporter) counts {
+	return counts{x.exported.Load(), x.droppedFull.Load(), x.droppedSend.Load()}
 }
 
 func wantAttributes(t *testing.T, s collector.Span, want map[string]any) {
@@ -194,10 +201,10 @@ func TestRefusedSpansAreDropped(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			x, log := start(t, tt.endpoint)
 			o := request(x)
-			want := Counters{DroppedSend: o.spans()}
+			want := counts{collector: o.spans()}
 			x.Export(o)
 			x.Close(flushTimeout)
-			if n := x.Counters(); n != want {
+			if n := countsOf(x); n != want {
 				t.Errorf("got %+v, want %+v", n, want)
 			}
 			if s := log.String(); strings.Count(s, "\n") != 1 || !strings.Contains(s, tt.want) ||
@@ -287,13 +294,13 @@ func TestBatchesAreSent(t *testing.T) {
 			n := o.spans()
 			x.Export(o)
 			time.Sleep(batchDelay - 1)
-			if got := x.Counters().Exported; got != want {
+			if got := x.exported.Load(); got != want {
 				t.Errorf("before the delay: got %d exported spans, want %d", got, want)
 			}
 			want += n
 			time.Sleep(time.Nanosecond)
 			synctest.Wait()
-			if got := x.Counters().Exported; got != want {
+			if got := x.exported.Load(); got != want {
 				t.Errorf("after the delay: got %d exported spans, want %d", got, want)
 			}
 		}
@@ -301,7 +308,7 @@ func TestBatchesAreSent(t *testing.T) {
 			x.Export(request(x))
 		}
 		synctest.Wait()
-		if got := x.Counters().Exported; got < want+batchSpans {
+		if got := x.exported.Load(); got < want+batchSpans {
 			t.Errorf("full batch: got %d exported spans, want %d or more", got, want+batchSpans)
 		}
 	})
@@ -317,7 +324,7 @@ func TestSilentCollectorIsBounded(t *testing.T) {
 		x.Export(o)
 		time.Sleep(batchDelay + exportTimeout)
 		synctest.Wait()
-		if n := x.Counters(); n != (Counters{DroppedSend: spans}) {
+		if n := countsOf(x); n != (counts{collector: spans}) {
 			t.Errorf("got %+v, want %d dropped spans", n, spans)
 		}
 		const operations = batchSpans + 3*queueLength
@@ -330,8 +337,8 @@ func TestSilentCollectorIsBounded(t *testing.T) {
 		if d := time.Since(began); d != flush {
 			t.Errorf("Close took %v of fake time, want %v", d, flush)
 		}
-		n := x.Counters()
-		if n.Exported != 0 || n.DroppedFull == 0 || n.DroppedFull+n.DroppedSend != (operations+1)*spans {
+		n := countsOf(x)
+		if n.exported != 0 || n.queue == 0 || n.queue+n.collector != (operations+1)*spans {
 			t.Errorf("got %+v, want %d dropped spans", n, (operations+1)*spans)
 		}
 		if s := log.String(); strings.Count(s, "\n") != 1 || !strings.Contains(s, "no answer within 5s") {

@@ -10,7 +10,6 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/fdstore"
-	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 )
 
 const (
@@ -87,15 +86,6 @@ func (d *Daemon) keepFailure() error {
 		return nil
 	}
 	return d.noStore
-}
-
-// kept implements the metrics of kept mounts.
-func (d *Daemon) kept() (k metrics.Kept) {
-	k.NotKept = len(control.NotKept(d.table.List()))
-	if d.store != nil {
-		k.HolderRestarts = d.store.Restarts()
-	}
-	return k
 }
 
 // notKept returns an error if mounts would end with the daemon although keep_mounts is true.

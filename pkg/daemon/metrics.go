@@ -14,7 +14,9 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/statuspage"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
+	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 )
 
 const (
@@ -69,15 +71,8 @@ func (m *metricsListener) start() {
 // configuration.
 func (d *Daemon) metricsHandler() http.Handler {
 	registry := prometheus.NewRegistry()
-	registry.MustRegister(metrics.NewCollector(d.table.Snapshots), metrics.FaultInjection(d.inject != ""),
-		metrics.LossCollector(d.table.LostBytes), metrics.StateCollector(d.table.States),
-		metrics.AbortCollector(d.table.StallAborts), metrics.KeptCollector(d.kept), collectors.NewGoCollector(),
-		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
-	if d.traces != nil {
-		registry.MustRegister(metrics.SpanCollector(func() metrics.Spans {
-			return metrics.Spans(d.traces.Counters())
-		}))
-	}
+	registry.MustRegister(metrics.NewCollector(d.table.Snapshots), metrics.DaemonCollector(d.Metrics),
+		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
@@ -94,6 +89,28 @@ func (d *Daemon) metricsHandler() http.Handler {
 		hosts[plainHost(host)] = true
 	}
 	return hosts.guard(mux)
+}
+
+// Metrics returns the metrics of the whole daemon. It may be called concurrently.
+func (d *Daemon) Metrics() []stats.Metric {
+	var notKept, restarts, inject uint64
+	notKept = uint64(len(control.NotKept(d.table.List())))
+	if d.store != nil {
+		restarts = d.store.Restarts()
+	}
+	if d.inject != "" {
+		inject = 1
+	}
+	all := append(d.table.Metrics(),
+		stats.New("mounts_not_kept", "Mounts that would end with the daemon now, although keep_mounts is true.",
+			&notKept),
+		stats.New("holder_restarts_total", "How often the daemon replaced the holder process, which keeps the mounts "+
+			"without systemd.", &restarts),
+		stats.New("fault_injection_enabled", "1 if the daemon injects faults; always 0 in production.", &inject))
+	if d.traces != nil {
+		all = append(all, d.traces.Metrics()...)
+	}
+	return all
 }
 
 // isLoopback reports whether only this host can connect to an address HOST:PORT.

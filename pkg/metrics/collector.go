@@ -31,11 +31,8 @@ var (
 	addrDesc = desc("connection_info",
 		"Address of each connection, or of its last attempt to connect; 1 if connected, else 0.", "connection",
 		"address")
-	stalledDesc = desc("mount_stalled_seconds",
-		"Age of the oldest request without reply of a stalled mount; 0 for other mounts.")
-	stallsDesc = desc("mount_stalls_total", "How often the mount became stalled.")
-	stateDesc  = desc("state_records", "Records from which the next daemon continues the mount.", "table")
-	opDesc     = desc("fuse_op_duration_seconds", "Duration of FUSE operations.", "operation")
+	stateDesc = desc("state_records", "Records from which the next daemon continues the mount.", "table")
+	opDesc    = desc("fuse_op_duration_seconds", "Duration of FUSE operations.", "operation")
 
 	procPhaseDesc = desc("rpc_phase_seconds", "Time of RPC calls in each phase; a native histogram.", "phase",
 		"procedure")
@@ -77,7 +74,7 @@ func (c *Collector) Describe(ch chan<- *prometheus.Desc) {
 		ch <- d
 	}
 	for _, d := range []*prometheus.Desc{addrDesc, stateDesc, mrsDesc, connDesc, failDesc, procDesc, opDesc,
-		reqDesc, errDesc, procPhaseDesc, opPhaseDesc, stalledDesc, stallsDesc} {
+		reqDesc, errDesc, procPhaseDesc, opPhaseDesc} {
 		ch <- d
 	}
 }
@@ -116,8 +113,6 @@ func (s *Snapshot) collect(ch chan<- prometheus.Metric) {
 	sendCounts(mrsDesc, prometheus.GaugeValue, s.Transport.MRStates)
 	sendCounts(connDesc, prometheus.GaugeValue, s.Transport.Connections)
 	sendCounts(failDesc, prometheus.CounterValue, s.Faults)
-	send(stalledDesc, prometheus.GaugeValue, s.Stalled.Seconds())
-	send(stallsDesc, prometheus.CounterValue, float64(s.Stalls))
 	for i, c := range s.Connections {
 		connected := 0.0
 		if c.Connected {
@@ -143,132 +138,21 @@ func (s *Snapshot) collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-// LostBytes is written data that did not reach stable storage, in bytes. It includes mounts that
-// have ended.
-type LostBytes struct {
-	Rejected uint64 // rejected by a server; fsync or close returned the error
-	Unmount  uint64 // discarded at the end of a mount
-}
-
-var lostDesc = prometheus.NewDesc(prometheus.BuildFQName(namespace, "", "write_lost_bytes_total"),
-	"Written bytes that did not become stable: rejected by a server, or dropped by an unmount.",
-	[]string{"reason"}, nil)
-
-// A LossCollector is a prometheus.Collector over LostBytes. It calls the function at each scrape,
-// perhaps concurrently.
-type LossCollector func() LostBytes
-
-// Describe implements prometheus.Collector.
-func (LossCollector) Describe(ch chan<- *prometheus.Desc) { ch <- lostDesc }
-
-// Collect implements prometheus.Collector.
-func (c LossCollector) Collect(ch chan<- prometheus.Metric) {
-	lost := c()
-	ch <- prometheus.MustNewConstMetric(lostDesc, prometheus.CounterValue, float64(lost.Rejected), "rejected")
-	ch <- prometheus.MustNewConstMetric(lostDesc, prometheus.CounterValue, float64(lost.Unmount), "unmount")
-}
-
-var mountsDesc = prometheus.NewDesc(prometheus.BuildFQName(namespace, "", "mounts"), "Mounts by state.",
-	[]string{"state"}, nil)
-
-var abortsDesc = prometheus.NewDesc(prometheus.BuildFQName(namespace, "", "stall_aborts_total"),
-	"Mounts that were aborted because of the mount option stallabort.", nil, nil)
-
-// An AbortCollector is a prometheus.Collector over the number of mounts that were aborted because
-// of a stall. It calls the function at each scrape, perhaps concurrently.
-type AbortCollector func() uint64
-
-// Describe implements prometheus.Collector.
-func (AbortCollector) Describe(ch chan<- *prometheus.Desc) { ch <- abortsDesc }
-
-// Collect implements prometheus.Collector.
-func (c AbortCollector) Collect(ch chan<- prometheus.Metric) {
-	ch <- prometheus.MustNewConstMetric(abortsDesc, prometheus.CounterValue, float64(c()))
-}
-
-var (
-	notKeptDesc = prometheus.NewDesc(prometheus.BuildFQName(namespace, "", "mounts_not_kept"),
-		"Mounts that would end with the daemon now, although keep_mounts is true.", nil, nil)
-	holderDesc = prometheus.NewDesc(prometheus.BuildFQName(namespace, "", "holder_restarts_total"),
-		"How often the daemon replaced the holder process, which keeps the mounts without systemd.", nil, nil)
-)
-
-// Kept says how mounts are kept while no daemon runs.
-type Kept struct {
-	NotKept        int    // mounts that would end with the daemon although they are to be kept
-	HolderRestarts uint64 // replacements of the holder process
-}
-
-// A KeptCollector is a prometheus.Collector over Kept. It calls the function at each scrape, perhaps
-// concurrently.
-type KeptCollector func() Kept
-
-// Describe implements prometheus.Collector.
-func (KeptCollector) Describe(ch chan<- *prometheus.Desc) {
-	ch <- notKeptDesc
-	ch <- holderDesc
-}
-
-// Collect implements prometheus.Collector.
-func (c KeptCollector) Collect(ch chan<- prometheus.Metric) {
-	kept := c()
-	ch <- prometheus.MustNewConstMetric(notKeptDesc, prometheus.GaugeValue, float64(kept.NotKept))
-	ch <- prometheus.MustNewConstMetric(holderDesc, prometheus.CounterValue, float64(kept.HolderRestarts))
-}
-
-// A StateCollector is a prometheus.Collector over the number of mounts in each state. It calls the
+// A DaemonCollector is a prometheus.Collector over the metrics of the whole daemon. It calls the
 // function at each scrape, perhaps concurrently.
-type StateCollector func() map[string]int
+type DaemonCollector func() []stats.Metric
 
 // Describe implements prometheus.Collector.
-func (StateCollector) Describe(ch chan<- *prometheus.Desc) { ch <- mountsDesc }
+func (c DaemonCollector) Describe(ch chan<- *prometheus.Desc) { prometheus.DescribeByCollect(c, ch) }
 
 // Collect implements prometheus.Collector.
-func (c StateCollector) Collect(ch chan<- prometheus.Metric) {
-	for state, n := range c() {
-		ch <- prometheus.MustNewConstMetric(mountsDesc, prometheus.GaugeValue, float64(n), state)
+func (c DaemonCollector) Collect(ch chan<- prometheus.Metric) {
+	for _, m := range c() {
+		var names, values []string
+		if m.Label != "" {
+			names, values = []string{m.Label}, []string{m.Of}
+		}
+		d := prometheus.NewDesc(prometheus.BuildFQName(namespace, "", m.Name), m.Help, names, nil)
+		ch <- prometheus.MustNewConstMetric(d, kindOf(m.Name), m.Value(), values...)
 	}
-}
-
-var (
-	spansExportedDesc = prometheus.NewDesc(prometheus.BuildFQName(namespace, "", "otlp_spans_exported_total"),
-		"Spans of traces that the OpenTelemetry collector has accepted.", nil, nil)
-	spansDroppedDesc = prometheus.NewDesc(prometheus.BuildFQName(namespace, "", "otlp_spans_dropped_total"),
-		"Spans of traces that were dropped: the queue was full, or the collector did not accept them.",
-		[]string{"reason"}, nil)
-)
-
-// Spans count spans of traces.
-type Spans struct {
-	Exported    uint64 // accepted by the collector
-	DroppedFull uint64 // the queue was full
-	DroppedSend uint64 // the collector did not answer, or did not accept the whole batch
-}
-
-// SpanCollector is a prometheus.Collector over Spans. It calls the function at each scrape, perhaps
-// concurrently.
-type SpanCollector func() Spans
-
-// Describe implements prometheus.Collector.
-func (SpanCollector) Describe(ch chan<- *prometheus.Desc) {
-	ch <- spansExportedDesc
-	ch <- spansDroppedDesc
-}
-
-// Collect implements prometheus.Collector.
-func (c SpanCollector) Collect(ch chan<- prometheus.Metric) {
-	n := c()
-	ch <- prometheus.MustNewConstMetric(spansExportedDesc, prometheus.CounterValue, float64(n.Exported))
-	ch <- prometheus.MustNewConstMetric(spansDroppedDesc, prometheus.CounterValue, float64(n.DroppedFull), "queue")
-	ch <- prometheus.MustNewConstMetric(spansDroppedDesc, prometheus.CounterValue, float64(n.DroppedSend), "collector")
-}
-
-// FaultInjection returns the gauge that is 1 if the daemon injects faults.
-func FaultInjection(on bool) prometheus.Collector {
-	g := prometheus.NewGauge(prometheus.GaugeOpts{Namespace: namespace, Name: "fault_injection_enabled",
-		Help: "1 if the daemon injects faults; always 0 in production."})
-	if on {
-		g.Set(1)
-	}
-	return g
 }

@@ -8,10 +8,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
 	promtest "github.com/prometheus/client_golang/prometheus/testutil"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
+	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
@@ -123,49 +123,37 @@ nfsrdmad_state_records{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:200
 	}
 }
 
-func TestLossCollector(t *testing.T) {
-	const want = "# HELP nfsrdmad_write_lost_bytes_total " +
-		"Written bytes that did not become stable: rejected by a server, or dropped by an unmount." + `
-# TYPE nfsrdmad_write_lost_bytes_total counter
-nfsrdmad_write_lost_bytes_total{reason="rejected"} 3
-nfsrdmad_write_lost_bytes_total{reason="unmount"} 4
-`
-	c := LossCollector(func() LostBytes { return LostBytes{Rejected: 3, Unmount: 4} })
-	if err := promtest.CollectAndCompare(c, strings.NewReader(want)); err != nil {
-		t.Error(err)
-	}
-}
-
-func TestSpanCollector(t *testing.T) {
+func TestDaemonCollector(t *testing.T) {
 	const want = `
-# HELP nfsrdmad_otlp_spans_dropped_total Spans of traces that were dropped: the queue was full, or the collector ` +
-		`did not accept them.
-# TYPE nfsrdmad_otlp_spans_dropped_total counter
-nfsrdmad_otlp_spans_dropped_total{reason="collector"} 5
-nfsrdmad_otlp_spans_dropped_total{reason="queue"} 4
-# HELP nfsrdmad_otlp_spans_exported_total Spans of traces that the OpenTelemetry collector has accepted.
-# TYPE nfsrdmad_otlp_spans_exported_total counter
-nfsrdmad_otlp_spans_exported_total 3
+# HELP nfsrdmad_aborts_total Aborts.
+# TYPE nfsrdmad_aborts_total counter
+nfsrdmad_aborts_total 3
+# HELP nfsrdmad_mounts Mounts by state.
+# TYPE nfsrdmad_mounts gauge
+nfsrdmad_mounts{state="mounted"} 4
+nfsrdmad_mounts{state="stalled"} 5
 `
-	c := SpanCollector(func() Spans { return Spans{Exported: 3, DroppedFull: 4, DroppedSend: 5} })
+	aborts, mounted, stalled := uint64(3), uint64(4), uint64(5)
+	c := DaemonCollector(func() []stats.Metric {
+		return []stats.Metric{stats.New("aborts_total", "Aborts.", &aborts),
+			stats.New("mounts", "Mounts by state.", &mounted).With("state", "mounted"),
+			stats.New("mounts", "Mounts by state.", &stalled).With("state", "stalled")}
+	})
 	if err := promtest.CollectAndCompare(c, strings.NewReader(want)); err != nil {
 		t.Error(err)
 	}
 }
 
+// TestDocumentsNameExistingMetrics checks the names in the documents. docs/reference.md has all
+// metrics of the program.
 func TestDocumentsNameExistingMetrics(t *testing.T) {
+	reference, err := os.ReadFile("../../docs/reference.md")
+	if err != nil {
+		t.Fatal(err)
+	}
 	all := make(map[string]bool)
-	ch := make(chan *prometheus.Desc, 200)
-	NewCollector(snapshots).Describe(ch)
-	FaultInjection(true).Describe(ch)
-	LossCollector(nil).Describe(ch)
-	StateCollector(nil).Describe(ch)
-	AbortCollector(nil).Describe(ch)
-	KeptCollector(nil).Describe(ch)
-	SpanCollector(nil).Describe(ch)
-	close(ch)
-	for d := range ch {
-		all[regexp.MustCompile(`fqName: "([^"]*)"`).FindStringSubmatch(d.String())[1]] = true
+	for _, m := range regexp.MustCompile("(?m)^\\| `(nfsrdmad_[a-z0-9_]+)` ").FindAllSubmatch(reference, -1) {
+		all[string(m[1])] = true
 	}
 	if len(all) < 60 {
 		t.Fatalf("names of metrics: got %d, want 60 or more", len(all))

@@ -66,7 +66,7 @@ func everyField(t *testing.T, numbers family, labeled ...string) {
 
 func TestCollectorShowsFaults(t *testing.T) {
 	registry := prometheus.NewPedanticRegistry()
-	registry.MustRegister(FaultInjection(true), NewCollector(func() []Snapshot {
+	registry.MustRegister(NewCollector(func() []Snapshot {
 		return []Snapshot{{Mount: "/m", Server: "192.0.2.1:20049", Provider: "softiwarp",
 			Faults:    map[string]uint64{"disconnect-every": 3, "lose-reply": 0},
 			Transport: xprt.Numbers{Connections: map[string]uint64{"connected": 1, "idle": 0}}}}
@@ -80,19 +80,13 @@ func TestCollectorShowsFaults(t *testing.T) {
 # TYPE nfsrdmad_connections gauge
 nfsrdmad_connections{mount="/m",provider="softiwarp",server="192.0.2.1:20049",state="connected"} 1
 nfsrdmad_connections{mount="/m",provider="softiwarp",server="192.0.2.1:20049",state="idle"} 0
-# HELP nfsrdmad_fault_injection_enabled 1 if the daemon injects faults; always 0 in production.
-# TYPE nfsrdmad_fault_injection_enabled gauge
-nfsrdmad_fault_injection_enabled 1
 # HELP nfsrdmad_faults_injected_total Faults injected on purpose.
 # TYPE nfsrdmad_faults_injected_total counter
 nfsrdmad_faults_injected_total{fault="disconnect-every",mount="/m",provider="softiwarp",server="192.0.2.1:20049"} 3
 nfsrdmad_faults_injected_total{fault="lose-reply",mount="/m",provider="softiwarp",server="192.0.2.1:20049"} 0
 `
 	if err := promtest.GatherAndCompare(registry, strings.NewReader(want), "nfsrdmad_connections",
-		"nfsrdmad_fault_injection_enabled", "nfsrdmad_faults_injected_total"); err != nil {
+		"nfsrdmad_faults_injected_total"); err != nil {
 		t.Error(err)
-	}
-	if v := promtest.ToFloat64(FaultInjection(false)); v != 0 {
-		t.Errorf("gauge without faults: got %v, want 0", v)
 	}
 }

@@ -28,17 +28,18 @@ type Snapshot struct {
 	// Procs are the RPC times by procedure of NFSv3 and NFSACL, and Ops the FUSE times by
 	// operation. Names without samples may be left out.
 	Procs, Ops []NamedTimes
-	// Stalled is the age of the oldest request without reply of a stalled mount, and 0 of other
-	// mounts. Stalls counts how often a stall began.
-	Stalled time.Duration
-	Stalls  uint64
+	Stalled    time.Duration
+	Stalls     uint64
 	// Faults are the injected faults by name; nil without fault injection.
 	Faults map[string]uint64
 }
 
 // Numbers returns the counters and gauges without labels.
 func (s *Snapshot) Numbers() []stats.Metric {
-	all := s.Transport.Metrics()
+	all := append(s.Transport.Metrics(),
+		stats.New("mount_stalled_seconds", "Age of the oldest request without reply of a stalled mount; 0 for other "+
+			"mounts.", &s.Stalled),
+		stats.New("mount_stalls_total", "How often the mount became stalled.", &s.Stalls))
 	if s.Files != nil {
 		all = append(all, s.Files.Metrics()...)
 	}

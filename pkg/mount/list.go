@@ -27,6 +27,15 @@ func (t *Table) List() []control.MountInfo {
 type view struct {
 	control.MountInfo
 	instance mountInstance // nil during the build
+	stalled  time.Duration // age of the stall; 0 for none
+	stalls   uint64
+}
+
+// snapshot returns the statistics of a mount that is built.
+func (v *view) snapshot() metrics.Snapshot {
+	s := v.instance.Snapshot()
+	s.Stalled, s.Stalls = v.stalled, v.stalls
+	return s
 }
 
 func (t *Table) all() []view {
@@ -34,7 +43,7 @@ func (t *Table) all() []view {
 	entries := t.everyEntry()
 	views := make([]view, len(entries))
 	for i, e := range entries {
-		views[i] = view{e.info(), e.instance}
+		views[i] = view{e.info(), e.instance, e.stall.age, e.stalls}
 		views[i].NotKept = t.notKept(e)
 	}
 	t.mu.Unlock()
@@ -75,7 +84,8 @@ func (t *Table) Status(ctx context.Context, dir string) ([]control.MountStatus, 
 		s := control.MountStatus{Calls: []control.PendingCall{}, History: []control.ConnEvent{},
 			Numbers: control.Numbers{Metrics: stats.Values{}}}
 		if v.instance != nil {
-			s = v.instance.Status()
+			snap := v.snapshot()
+			s = v.instance.Status(&snap)
 		}
 		s.MountInfo = v.MountInfo
 		return s
@@ -88,7 +98,8 @@ func (t *Table) Stats(ctx context.Context, dir string) ([]control.MountStats, er
 	return describe(ctx, t, "stats", dir, func(v view) control.MountStats {
 		s := control.MountStats{Numbers: control.Numbers{Metrics: stats.Values{}}}
 		if v.instance != nil {
-			s = v.instance.Stats()
+			snap := v.snapshot()
+			s = v.instance.Stats(&snap)
 		}
 		s.Dir, s.Since, s.Spec, s.State = v.Dir, v.Since, v.Spec, v.State
 		return s
@@ -141,30 +152,38 @@ func describe[T any](ctx context.Context, t *Table, operation, dir string, f fun
 // their mount point may have another mount.
 func (t *Table) Snapshots() []metrics.Snapshot {
 	t.mu.Lock()
-	type source struct {
-		instance mountInstance
-		stalled  time.Duration
-		stalls   uint64
-	}
-	sources := make([]source, 0, len(t.mu.entries))
+	views := make([]view, 0, len(t.mu.entries))
 	for _, e := range t.mu.entries {
 		if e.instance != nil {
-			sources = append(sources, source{e.instance, e.stall.age, e.stalls})
+			views = append(views, view{instance: e.instance, stalled: e.stall.age, stalls: e.stalls})
 		}
 	}
 	t.mu.Unlock()
-	snaps := make([]metrics.Snapshot, 0, len(sources))
-	for _, from := range sources {
-		snap := from.instance.Snapshot()
-		snap.Stalled, snap.Stalls = from.stalled, from.stalls
-		snaps = append(snaps, snap)
+	snaps := make([]metrics.Snapshot, len(views))
+	for i := range views {
+		snaps[i] = views[i].snapshot()
 	}
 	return snaps
 }
 
-// States returns the number of mounts in each state.
-func (t *Table) States() map[string]int {
-	states := make(map[string]int, len(control.MountStates))
+// Metrics returns the metrics of all mounts together. They include mounts that have ended.
+func (t *Table) Metrics() []stats.Metric {
+	const lost = "Written bytes that did not become stable: rejected by a server, or dropped by an unmount."
+	all := []stats.Metric{
+		stats.New("stall_aborts_total", "Mounts that were aborted because of the mount option stallabort.",
+			&t.stallAborts),
+		stats.New("write_lost_bytes_total", lost, &t.shared.rejected).With("reason", "rejected"),
+		stats.New("write_lost_bytes_total", lost, &t.shared.unmount).With("reason", "unmount"),
+	}
+	for state, n := range t.states() {
+		all = append(all, stats.New("mounts", "Mounts by state.", &n).With("state", state))
+	}
+	return all
+}
+
+// states returns the number of mounts in each state.
+func (t *Table) states() map[string]uint64 {
+	states := make(map[string]uint64, len(control.MountStates))
 	for _, s := range control.MountStates {
 		states[string(s)] = 0
 	}

@@ -8,7 +8,6 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/otlp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/fdstore"
-	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
@@ -53,11 +52,6 @@ func (s *mountStack) invalidReply(reason string) {
 func (s *mountStack) failed(reason string, stack []byte) {
 	s.shared.log.Error("file system failed; unmount it and report the stack", "spec", s.spec.String(), "dir", s.dir,
 		"reason", reason, "stack", string(stack))
-}
-
-// LostBytes returns the written data that the mounts of this table have discarded.
-func (t *Table) LostBytes() metrics.LostBytes {
-	return metrics.LostBytes{Rejected: t.shared.rejected.Load(), Unmount: t.shared.unmount.Load()}
 }
 
 // LossError returns an error if mounts discarded written data when they ended. before is the number

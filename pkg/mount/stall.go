@@ -222,6 +222,3 @@ func (t *Table) checkStall(e *entry, since time.Time) {
 		}()
 	}
 }
-
-// StallAborts returns how many mounts were aborted because they did not answer.
-func (t *Table) StallAborts() uint64 { return t.stallAborts.Load() }

@@ -131,7 +131,7 @@ func TestStall(t *testing.T) {
 	if snaps := tab.Snapshots(); len(snaps) != 1 || snaps[0].Stalled != 11*time.Second || snaps[0].Stalls != 1 {
 		t.Errorf("snapshots: got %+v, want one stalled mount", snaps)
 	}
-	if n := tab.States(); n["stalled"] != 1 || n["mounted"] != 0 || n["kept"] != 0 ||
+	if n := tab.states(); n["stalled"] != 1 || n["mounted"] != 0 || n["kept"] != 0 ||
 		len(n) != len(control.MountStates) {
 		t.Errorf("states: got %v, want all states and one stalled mount", n)
 	}
@@ -162,7 +162,7 @@ func TestStall(t *testing.T) {
 	tab.checkStalls(began) // does not abort again
 	<-s.isClosed
 	tab.work.Wait()
-	if n := tab.StallAborts(); n != 1 {
+	if n := tab.stallAborts.Load(); n != 1 {
 		t.Errorf("aborts: got %d, want 1", n)
 	}
 	if l := tab.List(); len(l) != 0 || forced != 1 {

@@ -54,9 +54,8 @@ func (s *mountStack) Rings() []*trace.Ring {
 }
 
 // Stats implements mountInstance.
-func (s *mountStack) Stats() control.MountStats {
-	snap := s.Snapshot()
-	st := control.MountStats{Uptime: time.Since(s.since).Seconds(), Numbers: numbersOf(&snap),
+func (s *mountStack) Stats(snap *metrics.Snapshot) control.MountStats {
+	st := control.MountStats{Uptime: time.Since(s.since).Seconds(), Numbers: numbersOf(snap),
 		Procedures: operationStats(snap.Procs, nil)}
 	for _, b := range metrics.Bounds {
 		st.Bounds = append(st.Bounds, b.Seconds())
@@ -89,10 +88,9 @@ func operationStats(l []metrics.NamedTimes, failed map[string]uint64) []control.
 }
 
 // Status implements mountInstance.
-func (s *mountStack) Status() control.MountStatus {
-	snap := s.Snapshot()
+func (s *mountStack) Status(snap *metrics.Snapshot) control.MountStatus {
 	st := control.MountStatus{
-		Numbers: numbersOf(&snap), XprtLine: metrics.XprtLine(&snap.Transport), RPCs: make(map[string]uint64),
+		Numbers: numbersOf(snap), XprtLine: metrics.XprtLine(&snap.Transport), RPCs: make(map[string]uint64),
 		Addresses: s.connections(), Calls: s.pendingCalls(), History: s.history(),
 		FaultsInjected: snap.Faults, Trace: s.opts.TraceEvents,
 	}

@@ -42,11 +42,12 @@ type mountInstance interface {
 	// Stalled returns the age of the oldest request without reply. One goroutine calls it, again
 	// and again.
 	Stalled() stall
-	Status() control.MountStatus
+	Status(*metrics.Snapshot) control.MountStatus
 	// Stats returns the counters. The caller sets Dir, Spec and State.
-	Stats() control.MountStats
+	Stats(*metrics.Snapshot) control.MountStats
 	// Slow returns the slowest calls, without Dir.
 	Slow() control.SlowCalls
+	// Snapshot returns the statistics. The caller sets Stalled and Stalls.
 	Snapshot() metrics.Snapshot
 	// Describe sets Server, Provider, ProviderReason, FaultInjection and Failure.
 	Describe(*control.MountInfo)

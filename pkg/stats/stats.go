@@ -24,8 +24,11 @@ type Metric struct {
 	// Name is that of the metric of Prometheus, without "nfsrdmad_". That of a counter ends in
 	// "_total".
 	Name, Help string
-	at         any // a pointer to a Number
-	add        func(total, n int64) int64
+	// Label tells this metric from others with the same name by the value Of; "" for none.
+	Label, Of string
+
+	at  any // a pointer to a Number
+	add func(total, n int64) int64
 }
 
 // New returns the Metric of a number. It is shown as the number at the time, a duration in seconds.
@@ -44,6 +47,12 @@ func smallest(total, n int64) int64 {
 		return total + n
 	}
 	return min(total, n)
+}
+
+// With sets Label and Of.
+func (m Metric) With(label, of string) Metric {
+	m.Label, m.Of = label, of
+	return m
 }
 
 // Largest makes the total of several numbers the largest one.
