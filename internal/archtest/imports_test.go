@@ -35,21 +35,21 @@ var allowed = []struct{ pkg, imports string }{
 	{"test/kit/mounts", "pkg/nfs/nfs3 pkg/sunrpc pkg/vfs test/kit test/kit/ganesha"},
 	{"test/kit/ganesha", "pkg/nfs/mountd pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp test/kit"},
 	{"test/kit/server", "internal/server/nfsserve pkg/verbs/softiwarp"},
-	{"internal/server/nfsserve", "internal/fairshare internal/resvport internal/server/nfsd " +
-		"internal/server/svcrdma pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp pkg/verbs"},
+	{"internal/server/nfsserve", "internal/fair internal/resvport internal/server/nfsd internal/server/svcrdma " +
+		"pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp pkg/verbs"},
 	{"pkg/metrics", "pkg/ledger pkg/nfs/nlm pkg/stats pkg/vfs pkg/xprt"},
-	{"pkg/xprt", "internal/backoff internal/fairqueue internal/leakcheck internal/running internal/verify " +
-		"pkg/ledger pkg/membuf pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace pkg/verbs"},
+	{"pkg/xprt", "internal/backoff internal/fair internal/leakcheck internal/running internal/verify pkg/ledger " +
+		"pkg/membuf pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace pkg/verbs"},
 	{"test/kit/hostile", "pkg/membuf pkg/nfs/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs pkg/verbs/faults test/kit"},
 	{"internal/server/nfsd", "internal/resvport internal/server/nlmd pkg/nfs pkg/nfs/nfs3 pkg/nfs/nfsacl " +
 		"pkg/nfs/nlm pkg/sunrpc"},
-	{"internal/server/nlmd", "internal/share pkg/nfs/nfs3 pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc"},
-	{"internal/server/svcrdma", "internal/fairshare pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
-	{"pkg/vfs", "internal/loglimit internal/share pkg/fuse/kernel pkg/keep/slotfile pkg/ledger pkg/membuf " +
-		"pkg/nfs pkg/nfs/nfsacl pkg/nfs/nlm pkg/nfs/rangelock pkg/stats pkg/sunrpc pkg/vfs/attr pkg/vfs/data " +
+	{"internal/server/nlmd", "internal/fair pkg/nfs/nfs3 pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc"},
+	{"internal/server/svcrdma", "internal/fair pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
+	{"pkg/vfs", "internal/fair internal/loglimit pkg/fuse/kernel pkg/keep/slotfile pkg/ledger pkg/membuf pkg/nfs " +
+		"pkg/nfs/nfsacl pkg/nfs/nlm pkg/nfs/rangelock pkg/stats pkg/sunrpc pkg/vfs/attr pkg/vfs/data " +
 		"pkg/vfs/name"},
 	{"pkg/fuse/virtiofs", "pkg/fuse/kernel pkg/keep/slotfile pkg/ledger"},
-	{"pkg/nfs/nlm", "internal/backoff internal/loglimit internal/resvport internal/running internal/share " +
+	{"pkg/nfs/nlm", "internal/backoff internal/fair internal/loglimit internal/resvport internal/running " +
 		"pkg/keep/slotfile pkg/nfs/mountd pkg/nfs/nfs3 pkg/nfs/rangelock pkg/stats pkg/sunrpc pkg/sunrpc/rpctcp"},
 	{"pkg/memreg", "internal/verify pkg/membuf pkg/stats pkg/trace pkg/verbs"},
 	{"pkg/nfs/nfsacl", "pkg/nfs/nfs3 pkg/sunrpc"},
@@ -69,7 +69,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/keep/fdstore", "internal/backoff internal/oomscore"},
 	{"pkg/keep/slotfile", "internal/memfd"},
 	{"pkg/fuse/kernel", "internal/memfd internal/oomscore pkg/ledger"},
-	{"pkg/membuf", "internal/fairqueue internal/leakcheck internal/memfd"},
+	{"pkg/membuf", "internal/fair internal/leakcheck internal/memfd"},
 	{"pkg/nfs/nfs3", "pkg/nfs pkg/sunrpc"},
 	{"pkg/nfs", "pkg/sunrpc"},
 	{"pkg/verbs/internal/base", "internal/leakcheck pkg/verbs"},
@@ -77,8 +77,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/archtest", ""},
 	{"internal/backoff", ""},
 	{"internal/bench", ""},
-	{"internal/fairshare", ""},
-	{"internal/fairqueue", ""},
+	{"internal/fair", ""},
 	{"pkg/keep/fdstore", ""},
 	{"internal/leakcheck", ""},
 	{"internal/loglimit", ""},
@@ -89,10 +88,9 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/reference", ""},
 	{"internal/running", ""},
 	{"internal/screen", ""},
-	{"internal/share", ""},
 	{"internal/verify", ""},
 	{"pkg/vfs/name", "pkg/nfs pkg/vfs/attr"},
-	{"pkg/vfs/data", "internal/fairqueue internal/running pkg/membuf pkg/nfs pkg/sunrpc pkg/vfs/attr"},
+	{"pkg/vfs/data", "internal/fair internal/running pkg/membuf pkg/nfs pkg/sunrpc pkg/vfs/attr"},
 	{"test/kit/memnfs", "pkg/nfs"},
 	{"pkg/vfs/attr", "pkg/nfs"},
 	{"pkg/ledger", ""},

@@ -4,7 +4,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/fairqueue"
+	"github.com/nfsrdmad/nfsrdmad/internal/fair"
 )
 
 // A Pool hands out buffers of equal size up to a hard maximum. Get waits while all buffers are in
@@ -21,14 +21,14 @@ type Pool struct {
 		free      [][]byte // empty while a Get waits
 		allocated int      // buffers in the pool or in use
 		closed    bool
-		waiting   fairqueue.Queue[chan []byte]
+		waiting   fair.Queue[chan []byte]
 		getters   []*getter   // not in use
 		retry     *time.Timer // runs allocateLater; nil before the first failed allocation
 	}
 }
 
 // A getter is a waiting Get. Its channel has room for the buffer, or for nil after Close.
-type getter = fairqueue.Entry[chan []byte]
+type getter = fair.Entry[chan []byte]
 
 // NewPool makes a pool of at most limit buffers of size bytes each. The pool allocates a buffer
 // when it is first needed.

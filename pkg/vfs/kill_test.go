@@ -13,8 +13,8 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/fair"
 	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
-	"github.com/nfsrdmad/nfsrdmad/internal/share"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
@@ -218,7 +218,7 @@ func (x *keptMount) restart(pending ...uint64) {
 			}
 			continue
 		}
-		for i, users := range []*share.Limit{state.files.users, state.dirs.users, state.hidden.users} {
+		for i, users := range []*fair.Limit{state.files.users, state.dirs.users, state.hidden.users} {
 			if n := []int{state.files.Len(), state.dirs.Len(), state.hidden.Len()}[i]; users.Used() != n {
 				x.t.Errorf("table %d: got %d records of users, want %d", i, users.Used(), n)
 			}

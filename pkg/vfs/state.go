@@ -8,7 +8,7 @@ import (
 	"sync/atomic"
 	"syscall"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/share"
+	"github.com/nfsrdmad/nfsrdmad/internal/fair"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
@@ -153,7 +153,7 @@ type State struct {
 	extents  slotfile.Records[extentRecord]
 	requests slotfile.Records[requestRecord]
 
-	requestUsers *share.Limit // of requests that this process received
+	requestUsers *fair.Limit // of requests that this process received
 
 	mountSlot keptSlot
 	restored  bool
@@ -246,7 +246,7 @@ func newState(f *slotfile.File) *State {
 	s.hidden = userRecordsOf[hiddenRecord](f, "hidden", "removed open files of a kept mount")
 	s.extents = slotfile.RecordsOf[extentRecord](f, "extents")
 	s.requests = slotfile.RecordsOf[requestRecord](f, "requests")
-	s.requestUsers = share.New("requests of a kept mount", s.requests.MaxSlots())
+	s.requestUsers = fair.NewLimit("requests of a kept mount", s.requests.MaxSlots())
 	s.mu.byUnique = make(map[uint64]*requestState)
 	return s
 }

@@ -4,7 +4,7 @@ import (
 	"errors"
 	"syscall"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/share"
+	"github.com/nfsrdmad/nfsrdmad/internal/fair"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -13,12 +13,12 @@ import (
 // them.
 type userRecords[T any] struct {
 	slotfile.Records[T]
-	users *share.Limit
+	users *fair.Limit
 }
 
 func userRecordsOf[T any](f *slotfile.File, name, what string) userRecords[T] {
 	t := slotfile.RecordsOf[T](f, name)
-	return userRecords[T]{t, share.New(what, t.MaxSlots())}
+	return userRecords[T]{t, fair.NewLimit(what, t.MaxSlots())}
 }
 
 // add stores a record for the user of a credential. The error is EMFILE if the user has its share
@@ -27,7 +27,7 @@ func userRecordsOf[T any](f *slotfile.File, name, what string) userRecords[T] {
 func (t userRecords[T]) add(r *T, cred []byte) (keptSlot, error) {
 	uid := sunrpc.CredUID(cred)
 	switch err := t.users.Take(uid); {
-	case errors.Is(err, share.ErrShare):
+	case errors.Is(err, fair.ErrShare):
 		return 0, syscall.EMFILE
 	case err != nil:
 		return 0, syscall.ENFILE
@@ -55,7 +55,7 @@ func (t userRecords[T]) restored(cred []byte) { t.users.Add(sunrpc.CredUID(cred)
 // warnOfUsers sets what logs that a user gets no more records.
 func (s *State) warnOfUsers(warn warner) {
 	if s != nil {
-		for _, l := range []*share.Limit{s.files.users, s.dirs.users, s.hidden.users, s.requestUsers} {
+		for _, l := range []*fair.Limit{s.files.users, s.dirs.users, s.hidden.users, s.requestUsers} {
 			l.Warn = warn.Warn
 		}
 	}

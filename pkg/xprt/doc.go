@@ -10,7 +10,7 @@
 //	        +-- all slots taken: wait here
 //
 // Calls wait for slots and for credits fairly by user: each user has the next turn, one after the
-// other, and the calls of one user are first come, first served (internal/fairqueue). The user is
+// other, and the calls of one user are first come, first served (fair.Queue). The user is
 // that of the AUTH_SYS credential. While several users make calls, each has a share of the calls in
 // flight (shares.go). Keepalive calls do not wait for other calls.
 //

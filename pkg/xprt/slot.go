@@ -6,7 +6,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/fairqueue"
+	"github.com/nfsrdmad/nfsrdmad/internal/fair"
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/internal/verify"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
@@ -106,7 +106,7 @@ type slot struct {
 	credit struct { // guarded by window.mu
 		held, queued bool
 		gen          uint64
-		turn         fairqueue.Entry[*slot] // in window.queue
+		turn         fair.Entry[*slot] // in window.queue
 	}
 }
 

@@ -3,20 +3,20 @@ package xprt
 import (
 	"sync"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/fairqueue"
+	"github.com/nfsrdmad/nfsrdmad/internal/fair"
 )
 
 // A slotList holds idle slots, or the calls that wait for one. A slot that becomes idle goes to the
-// next of these calls, and no later call can take it. The users have turns, see fairqueue.
+// next of these calls, and no later call can take it. The users have turns, see fair.Queue.
 type slotList struct {
 	idle chan *slot // empty while a call waits; has room for all slots of the list
 
 	mu      sync.Mutex // held while idle receives a slot
-	waiting fairqueue.Queue[chan *slot]
+	waiting fair.Queue[chan *slot]
 }
 
 // A turn is a call that waits for a slot. Its channel has room for the slot.
-type turn = fairqueue.Entry[chan *slot]
+type turn = fair.Entry[chan *slot]
 
 func newSlotList(slots int) *slotList { return &slotList{idle: make(chan *slot, slots)} }
 

@@ -3,11 +3,11 @@ package xprt
 import (
 	"sync"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/fairqueue"
+	"github.com/nfsrdmad/nfsrdmad/internal/fair"
 )
 
 // A window manages the credits of a transport and the queue of slots that wait for a credit. The
-// users have turns, see fairqueue, and while several make calls each has a share. The limit is zero
+// users have turns, see fair.Queue, and while several make calls each has a share. The limit is zero
 // while there is no connection.
 type window struct {
 	wanted chan struct{} // capacity 1: a call waits, and there is no connection
@@ -17,7 +17,7 @@ type window struct {
 	inFlight  int
 	gen       uint64 // generation of the credits; each connection has another
 	shares    shares
-	queue     fairqueue.Queue[*slot]
+	queue     fair.Queue[*slot]
 	ping      *slot // the keepalive call, if it waits; it goes first
 	pingFirst bool  // the one credit of a new connection is for the keepalive call
 

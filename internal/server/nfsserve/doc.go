@@ -21,7 +21,7 @@
 // for taking a reply. One client address gets at most half of the connections. A full server closes
 // the connection that has been silent for the longest time, or that does not take its reply.
 //
-// Two resources of the TCP side are divided among client addresses (package fairshare): the places
+// Two resources of the TCP side are divided among client addresses (fair.Pool): the places
 // of calls that are executed, and the memory of large calls and of replies. A call holds its place
 // only while it is executed, and memory until its reply is written. Clients that do not read their
 // replies therefore hold no places, and leave memory to others. When calls wait for memory, the

@@ -13,7 +13,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/fairshare"
+	"github.com/nfsrdmad/nfsrdmad/internal/fair"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc/rpctcp"
 )
 
@@ -58,9 +58,9 @@ type tcpHandler interface {
 type tcpServer struct {
 	handler tcpHandler
 	log     hclog.Logger
-	places  *fairshare.Pool // one for each call that is executed, of callsAtOnce
-	memory  *fairshare.Pool // in bytes, of tcpMemory
-	clock   atomic.Int64    // in clockTicks, from 1
+	places  *fair.Pool   // one for each call that is executed, of callsAtOnce
+	memory  *fair.Pool   // in bytes, of tcpMemory
+	clock   atomic.Int64 // in clockTicks, from 1
 
 	clients struct {
 		sync.Mutex
@@ -80,7 +80,7 @@ type tcpClient struct {
 }
 
 // A tcpShare is what calls of one kind use.
-type tcpShare struct{ places, memory fairshare.User }
+type tcpShare struct{ places, memory fair.User }
 
 // Phases of a connection in the order in which a full server closes connections.
 const (
@@ -109,7 +109,7 @@ type tcpConn struct {
 }
 
 func newTCPServer(h tcpHandler, log hclog.Logger) *tcpServer {
-	s := &tcpServer{handler: h, log: log, places: fairshare.New(callsAtOnce), memory: fairshare.New(tcpMemory)}
+	s := &tcpServer{handler: h, log: log, places: fair.NewPool(callsAtOnce), memory: fair.NewPool(tcpMemory)}
 	s.clients.addr = make(map[netip.Addr]*tcpClient)
 	s.clock.Store(1)
 	return s

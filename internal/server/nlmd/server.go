@@ -10,7 +10,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/share"
+	"github.com/nfsrdmad/nfsrdmad/internal/fair"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/rangelock"
@@ -30,7 +30,7 @@ const (
 )
 
 // Limits, for which a client gets NLM4_DENIED_NOLOCKS. A user of a client gets at most half of the
-// locks of the client: see share.Limit.
+// locks of the client: see fair.Limit.
 const (
 	maxLocks       = 1 << 16
 	maxClientLocks = maxLocks / 4 // of one client address
@@ -72,7 +72,7 @@ type Server struct {
 	mu      sync.Mutex // guards the fields below
 	files   map[nfs3.FH]*rangelock.Table[owner]
 	holders map[owner]*holder
-	clients map[netip.Addr]*share.Limit // locks by user
+	clients map[netip.Addr]*fair.Limit // locks by user
 	locks   int
 	held    bool // StateFile exists
 }
@@ -80,7 +80,7 @@ type Server struct {
 // New returns a Server.
 func New(cfg Config) *Server {
 	s := &Server{cfg: cfg, log: cfg.Logger, files: make(map[nfs3.FH]*rangelock.Table[owner]),
-		holders: make(map[owner]*holder), clients: make(map[netip.Addr]*share.Limit)}
+		holders: make(map[owner]*holder), clients: make(map[netip.Addr]*fair.Limit)}
 	if s.log == nil {
 		s.log = hclog.NewNullLogger()
 	}
@@ -277,7 +277,7 @@ func (s *Server) count(id owner, uid uint32, n int) {
 		s.holders[id] = h
 	}
 	if client == nil {
-		client = share.New("locks of client "+id.addr.String(), maxClientLocks)
+		client = fair.NewLimit("locks of client "+id.addr.String(), maxClientLocks)
 		client.Warn = func(msg string, args ...any) { s.log.Warn(msg, args...) }
 		s.clients[id.addr] = client
 	}

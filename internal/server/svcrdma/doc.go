@@ -45,7 +45,7 @@
 //
 // One client address can use at most half of the connections and of the duplicate request cache. A
 // full server ends the oldest connection without any call to admit a new client. A client address
-// gets more message memory only while it has no more than is left for others (package fairshare). A
+// gets more message memory only while it has no more than is left for others (fair.Pool). A
 // client that does not answer RDMA Reads, or does not accept replies, keeps its memory until
 // TransferTimeout, and leaves as much to others as it has.
 //

@@ -6,7 +6,7 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/fairshare"
+	"github.com/nfsrdmad/nfsrdmad/internal/fair"
 )
 
 // A memBudget limits the message buffers of all connections. A client address gets more buffers
@@ -19,7 +19,7 @@ import (
 // A call takes all its buffers in one step and holds none while it waits, so calls cannot deadlock.
 // Config.TransferTimeout and Config.CallTimeout limit how long a call holds its buffers.
 type memBudget struct {
-	room    *fairshare.Pool // one unit per buffer
+	room    *fair.Pool // one unit per buffer
 	waiters atomic.Int32
 
 	mu struct { // guards its fields; not taken while conn.messages is locked
@@ -31,12 +31,12 @@ type memBudget struct {
 
 // A memShare counts the message buffers of one client address.
 type memShare struct {
-	user  fairshare.User
+	user  fair.User
 	conns int // guarded by memBudget.mu
 }
 
 func newMemBudget(buffers int) *memBudget {
-	m := &memBudget{room: fairshare.New(int64(buffers))}
+	m := &memBudget{room: fair.NewPool(int64(buffers))}
 	m.mu.conns, m.mu.shares = make(map[*conn]struct{}), make(map[netip.Addr]*memShare)
 	return m
 }

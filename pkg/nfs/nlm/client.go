@@ -13,8 +13,8 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/fair"
 	"github.com/nfsrdmad/nfsrdmad/internal/loglimit"
-	"github.com/nfsrdmad/nfsrdmad/internal/share"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/rangelock"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -88,7 +88,7 @@ var defaultTimes = clientTimes{called: pollTimes{2 * time.Second, 30 * time.Seco
 // CloseTimeout bounds Client.Close and Service.Close.
 const CloseTimeout = 6 * time.Second
 
-// Limits of one mount. A user gets at most half: see share.Limit.
+// Limits of one mount. A user gets at most half: see fair.Limit.
 const (
 	maxLocks   = 1 << 16
 	maxWaiters = 1 << 13 // requests that wait
@@ -115,8 +115,8 @@ type Client struct {
 	stateLogged atomic.Bool // a failed record was logged
 	limits      logLimits
 
-	locks   *share.Limit // held locks, and those that are requested now, by user
-	waiting *share.Limit // requests that wait, by user
+	locks   *fair.Limit // held locks, and those that are requested now, by user
+	waiting *fair.Limit // requests that wait, by user
 	graph   waitGraph
 
 	attempts atomic.Uint64 // of all requests to lock; for tests
@@ -213,7 +213,7 @@ func New(cfg Config) *Client {
 	c.mu.files, c.mu.owners = make(map[nfs3.FH]*file), make(map[Owner]*owner)
 	c.mu.svids = make(map[uint32]struct{})
 	c.mu.pending, c.mu.lost = make(map[*pending]struct{}), make(map[nfs3.FH][]uint64)
-	c.locks, c.waiting = share.New("locks", maxLocks), share.New("requests that wait for locks", maxWaiters)
+	c.locks, c.waiting = fair.NewLimit("locks", maxLocks), fair.NewLimit("requests that wait for locks", maxWaiters)
 	c.locks.Warn, c.waiting.Warn = c.warn, c.warn
 	c.interrupted, c.kept = make(map[*file]*interrupted), make(map[openKey]struct{})
 	c.ctx, c.cancel = context.WithCancel(context.Background())
@@ -416,7 +416,7 @@ type tableChange struct {
 	all        bool    // record all locks of the owner again
 }
 
-// warn logs for a share.Limit.
+// warn logs for a fair.Limit.
 func (c *Client) warn(msg string, args ...any) { c.log.Warn(msg, args...) }
 
 // payer returns the user whose share has the locks of an owner.

@@ -6,7 +6,7 @@ import (
 	"net/netip"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/share"
+	"github.com/nfsrdmad/nfsrdmad/internal/fair"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -35,7 +35,7 @@ func (c *Config) Small(locks, waiting int) {
 	times := c.times
 	c.times = func(c *Client) {
 		times(c)
-		c.locks, c.waiting = share.New("locks", locks), share.New("waiting", waiting)
+		c.locks, c.waiting = fair.NewLimit("locks", locks), fair.NewLimit("waiting", waiting)
 		c.locks.Warn, c.waiting.Warn = c.warn, c.warn
 	}
 }

@@ -4,7 +4,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/fairqueue"
+	"github.com/nfsrdmad/nfsrdmad/internal/fair"
 )
 
 // DefaultExpire is the age at which Linux users can expect data of an open file on the server.
@@ -68,8 +68,8 @@ type dirtySet struct {
 
 	// Writers that wait for room, and those whose file holds its share. The latter are parked: they
 	// wait until their file holds less.
-	waiters fairqueue.Queue[*dirtyWaiter]
-	parked  map[*File]*fairqueue.Queue[*dirtyWaiter]
+	waiters fair.Queue[*dirtyWaiter]
+	parked  map[*File]*fair.Queue[*dirtyWaiter]
 
 	// One timer serves all files. It runs until due while a file is dirty.
 	timer   *time.Timer
@@ -84,7 +84,7 @@ type dirtyWaiter struct {
 	file   *File
 	user   uint32
 	parked bool // in parked, not in waiters
-	entry  fairqueue.Entry[*dirtyWaiter]
+	entry  fair.Entry[*dirtyWaiter]
 	ready  chan bool // gets one value: whether a buffer is taken; otherwise waiting is useless
 }
 
@@ -120,11 +120,11 @@ func (d *dirtySet) leave(w *dirtyWaiter) {
 func (d *dirtySet) park(w *dirtyWaiter) {
 	w.parked = true
 	if d.parked == nil {
-		d.parked = make(map[*File]*fairqueue.Queue[*dirtyWaiter])
+		d.parked = make(map[*File]*fair.Queue[*dirtyWaiter])
 	}
 	q := d.parked[w.file]
 	if q == nil {
-		q = &fairqueue.Queue[*dirtyWaiter]{}
+		q = &fair.Queue[*dirtyWaiter]{}
 		d.parked[w.file] = q
 	}
 	q.Add(&w.entry, w.user)

@@ -1,4 +1,4 @@
-package fairqueue
+package fair
 
 import (
 	"math/rand/v2"

@@ -1,4 +1,4 @@
-package share
+package fair
 
 import (
 	"errors"
@@ -22,7 +22,7 @@ func take(l *Limit, uid uint32, n int) (got int, err error) {
 // TestUserGetsHalf takes all places that users can get. Each step shows what is left for the next
 // user.
 func TestUserGetsHalf(t *testing.T) {
-	l := New("test", 64)
+	l := NewLimit("test", 64)
 	for _, c := range []struct {
 		uid  uint32
 		want int
@@ -47,7 +47,7 @@ func TestUserGetsHalf(t *testing.T) {
 }
 
 func TestRootGetsWholeTable(t *testing.T) {
-	if got, err := take(New("test", 64), 0, 65); got != 64 || !errors.Is(err, ErrFull) {
+	if got, err := take(NewLimit("test", 64), 0, 65); got != 64 || !errors.Is(err, ErrFull) {
 		t.Errorf("got %d places, then error %v; want 64, %v", got, err, ErrFull)
 	}
 }
@@ -55,7 +55,7 @@ func TestRootGetsWholeTable(t *testing.T) {
 func TestWarnsOnceAMinute(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var uids []any
-		l := New("test", 2)
+		l := NewLimit("test", 2)
 		l.Warn = func(_ string, args ...any) { uids = append(uids, args[slices.Index(args, any("uid"))+1]) }
 		for uid := range uint32(3) {
 			_, _ = take(l, uid+1, 3)

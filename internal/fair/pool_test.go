@@ -1,4 +1,4 @@
-package fairshare
+package fair
 
 import (
 	"context"
@@ -14,13 +14,13 @@ func fill(p *Pool, u *User) int64 {
 }
 
 func TestSharesLeaveRoomForTheNextUser(t *testing.T) {
-	p := New(120)
+	p := NewPool(120)
 	for n, want := range []int64{60, 30, 15} { // each half of what is left
 		if got := fill(p, new(User)); got != want {
 			t.Errorf("user %d: got %d, want %d", n, got, want)
 		}
 	}
-	p = New(120)
+	p = NewPool(120)
 	var a, b User
 	for p.TryTake(&a, 1) || p.TryTake(&b, 1) {
 		p.TryTake(&b, 1)
@@ -32,7 +32,7 @@ func TestSharesLeaveRoomForTheNextUser(t *testing.T) {
 
 // A user who has nothing gets what is left, also if it is more than half.
 func TestUserWithoutAnythingGetsTheRest(t *testing.T) {
-	p := New(2)
+	p := NewPool(2)
 	var a, b User
 	if !p.TryTake(&a, 2) {
 		t.Fatal("first user: got nothing, want all")
@@ -49,7 +49,7 @@ func TestUserWithoutAnythingGetsTheRest(t *testing.T) {
 // Requests of a user that is at its limit wait in order, and delay no other user.
 func TestRequestsOfOneUserWaitInOrder(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		p := New(16)
+		p := NewPool(16)
 		var a, b User
 		fill(p, &a) // 8
 		got := make(chan int64, 8)

@@ -1,10 +1,4 @@
-// Package fairshare divides a limited resource, such as memory, among users who do not trust each
-// other.
-//
-// A user gets more of a [Pool] only if it then has no more than the pool has left. One user
-// therefore gets at most half of the pool. Two users who compete get a third each. A user who gives
-// nothing back leaves as much to others as it has. A user who has nothing gets what is left.
-package fairshare
+package fair
 
 import (
 	"context"
@@ -12,7 +6,11 @@ import (
 	"sync"
 )
 
-// A Pool is an amount of a resource. It may be used concurrently.
+// A Pool is an amount of a resource, such as memory. It may be used concurrently.
+//
+// A user gets more of a Pool only if it then has no more than the pool has left. One user therefore
+// gets at most half of the pool. Two users who compete get a third each. A user who gives nothing
+// back leaves as much to others as it has. A user who has nothing gets what is left.
 type Pool struct {
 	mu      sync.Mutex // guards the fields below, and those of the users
 	free    int64
@@ -34,8 +32,8 @@ type waiter struct {
 	ready chan struct{} // closed when the user has got n
 }
 
-// New returns a pool with an amount.
-func New(total int64) *Pool { return &Pool{free: total} }
+// NewPool returns a pool with an amount.
+func NewPool(total int64) *Pool { return &Pool{free: total} }
 
 // TryTake takes n for u if u may have it now and no request of u waits. It reports whether it did.
 func (p *Pool) TryTake(u *User, n int64) bool {

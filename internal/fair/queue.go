@@ -1,9 +1,10 @@
-// Package fairqueue shares what several users wait for: each user has the next turn, one after the
-// other, and the entries of one user are first come, first served. A user with one entry therefore
-// waits for at most one entry of each other user, however many they have.
-package fairqueue
+package fair
 
-// A Queue holds entries of several classes; a class is a user ID. Its zero value is an empty queue.
+// A Queue holds entries of several classes; a class is a user ID. Each class has the next turn, one
+// after the other, and the entries of one class are first come, first served. A user with one entry
+// therefore waits for at most one entry of each other user, however many they have.
+//
+// The zero value is an empty queue.
 // A Queue has no lock: the caller must not use it concurrently. Its methods take the same time for
 // any number of entries.
 type Queue[T any] struct {

@@ -1,5 +1,4 @@
-// Package share divides the places of a table among users, so that one user cannot take them all.
-package share
+package fair
 
 import (
 	"errors"
@@ -41,8 +40,8 @@ type Limit struct {
 	quiet time.Time // no warning before
 }
 
-// New returns a Limit for a table with size places. Warnings name the table.
-func New(table string, size int) *Limit {
+// NewLimit returns a Limit for a table with size places. Warnings name the table.
+func NewLimit(table string, size int) *Limit {
 	return &Limit{table: table, size: size, users: make(map[uint32]int)}
 }
 
