@@ -28,59 +28,58 @@ var allowed = []struct{ pkg, imports string }{
 		"pkg/stats"},
 	{"pkg/doctor", "pkg/control pkg/membuf pkg/mount pkg/nfs/mountd pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp " +
 		"pkg/trace pkg/verbs pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
-	{"pkg/mount", "internal/backoff internal/loglimit internal/otlp internal/running pkg/control pkg/fuse/kernel " +
-		"pkg/fuse/virtiofs pkg/keep/fdstore pkg/keep/slotfile pkg/ledger pkg/membuf pkg/metrics pkg/nfs/mountd " +
-		"pkg/nfs/nfs3 pkg/nfs/nfsacl pkg/nfs/nlm pkg/stats pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/faults " +
-		"pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/vfs pkg/vfs/data pkg/xprt"},
+	{"pkg/mount", "internal/otlp internal/pace internal/running pkg/control pkg/fuse/kernel pkg/fuse/virtiofs " +
+		"pkg/keep/fdstore pkg/keep/slotfile pkg/ledger pkg/membuf pkg/metrics pkg/nfs/mountd pkg/nfs/nfs3 " +
+		"pkg/nfs/nfsacl pkg/nfs/nlm pkg/stats pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/faults pkg/verbs/rdmacore " +
+		"pkg/verbs/softiwarp pkg/vfs pkg/vfs/data pkg/xprt"},
 	{"test/kit/mounts", "pkg/nfs/nfs3 pkg/sunrpc pkg/vfs test/kit test/kit/ganesha"},
 	{"test/kit/ganesha", "pkg/nfs/mountd pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp test/kit"},
 	{"test/kit/server", "internal/server/nfsserve pkg/verbs/softiwarp"},
 	{"internal/server/nfsserve", "internal/fair internal/resvport internal/server/nfsd internal/server/svcrdma " +
 		"pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp pkg/verbs"},
 	{"pkg/metrics", "pkg/ledger pkg/nfs/nlm pkg/stats pkg/vfs pkg/xprt"},
-	{"pkg/xprt", "internal/backoff internal/fair internal/leakcheck internal/running internal/verify pkg/ledger " +
-		"pkg/membuf pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace pkg/verbs"},
+	{"pkg/xprt", "internal/fair internal/pace internal/running internal/selfcheck pkg/ledger pkg/membuf " +
+		"pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace pkg/verbs"},
 	{"test/kit/hostile", "pkg/membuf pkg/nfs/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs pkg/verbs/faults test/kit"},
 	{"internal/server/nfsd", "internal/resvport internal/server/nlmd pkg/nfs pkg/nfs/nfs3 pkg/nfs/nfsacl " +
 		"pkg/nfs/nlm pkg/sunrpc"},
 	{"internal/server/nlmd", "internal/fair pkg/nfs/nfs3 pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc"},
 	{"internal/server/svcrdma", "internal/fair pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
-	{"pkg/vfs", "internal/fair internal/loglimit pkg/fuse/kernel pkg/keep/slotfile pkg/ledger pkg/membuf pkg/nfs " +
+	{"pkg/vfs", "internal/fair internal/pace pkg/fuse/kernel pkg/keep/slotfile pkg/ledger pkg/membuf pkg/nfs " +
 		"pkg/nfs/nfsacl pkg/nfs/nlm pkg/nfs/rangelock pkg/stats pkg/sunrpc pkg/vfs/attr pkg/vfs/data " +
 		"pkg/vfs/name"},
 	{"pkg/fuse/virtiofs", "pkg/fuse/kernel pkg/keep/slotfile pkg/ledger"},
-	{"pkg/nfs/nlm", "internal/backoff internal/fair internal/loglimit internal/resvport internal/running " +
-		"pkg/keep/slotfile pkg/nfs/mountd pkg/nfs/nfs3 pkg/nfs/rangelock pkg/stats pkg/sunrpc pkg/sunrpc/rpctcp"},
-	{"pkg/memreg", "internal/verify pkg/membuf pkg/stats pkg/trace pkg/verbs"},
+	{"pkg/nfs/nlm", "internal/fair internal/pace internal/resvport internal/running pkg/keep/slotfile " +
+		"pkg/nfs/mountd pkg/nfs/nfs3 pkg/nfs/rangelock pkg/stats pkg/sunrpc pkg/sunrpc/rpctcp"},
+	{"pkg/memreg", "internal/selfcheck pkg/membuf pkg/stats pkg/trace pkg/verbs"},
 	{"pkg/nfs/nfsacl", "pkg/nfs/nfs3 pkg/sunrpc"},
 	{"pkg/nfs/mountd", "internal/resvport pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp"},
 	{"pkg/verbs/faults", "pkg/membuf pkg/verbs"},
-	{"pkg/verbs/rdmacore", "internal/leakcheck pkg/membuf pkg/verbs pkg/verbs/internal/base"},
-	{"pkg/verbs/softiwarp", "internal/leakcheck internal/resvport pkg/verbs pkg/verbs/internal/base"},
+	{"pkg/verbs/rdmacore", "internal/selfcheck pkg/membuf pkg/verbs pkg/verbs/internal/base"},
+	{"pkg/verbs/softiwarp", "internal/resvport internal/selfcheck pkg/verbs pkg/verbs/internal/base"},
 	{"pkg/verbs/verbstest", "pkg/membuf pkg/verbs test/kit"},
 	{"pkg/sunrpc/rpctcp", "pkg/sunrpc"},
 	{"test/kit/systemd", "test/kit"},
 	{"test/lab/systemd/load", "test/kit"},
-	{"test/kit", "internal/leakcheck internal/resvport internal/verify"},
+	{"test/kit", "internal/resvport internal/selfcheck"},
 	{"internal/statuspage", "pkg/control"},
 	{"internal/statview", "pkg/control pkg/stats"},
 	{"internal/otlp", "pkg/control pkg/ledger pkg/stats"},
 	{"pkg/control", "pkg/stats"},
-	{"pkg/keep/fdstore", "internal/backoff internal/oomscore"},
+	{"pkg/keep/fdstore", "internal/oomscore internal/pace"},
 	{"pkg/keep/slotfile", "internal/memfd"},
 	{"pkg/fuse/kernel", "internal/memfd internal/oomscore pkg/ledger"},
-	{"pkg/membuf", "internal/fair internal/leakcheck internal/memfd"},
+	{"pkg/membuf", "internal/fair internal/memfd internal/selfcheck"},
 	{"pkg/nfs/nfs3", "pkg/nfs pkg/sunrpc"},
 	{"pkg/nfs", "pkg/sunrpc"},
-	{"pkg/verbs/internal/base", "internal/leakcheck pkg/verbs"},
-	{"internal/resvport", "internal/loglimit"},
+	{"pkg/verbs/internal/base", "internal/selfcheck pkg/verbs"},
+	{"internal/resvport", "internal/pace"},
 	{"internal/archtest", ""},
-	{"internal/backoff", ""},
+	{"internal/pace", ""},
 	{"internal/bench", ""},
 	{"internal/fair", ""},
 	{"pkg/keep/fdstore", ""},
-	{"internal/leakcheck", ""},
-	{"internal/loglimit", ""},
+	{"internal/selfcheck", ""},
 	{"internal/memfd", ""},
 	{"test/kit/collector", ""},
 	{"test/kit/power", ""},
@@ -88,7 +87,6 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/reference", ""},
 	{"internal/running", ""},
 	{"internal/screen", ""},
-	{"internal/verify", ""},
 	{"pkg/vfs/name", "pkg/nfs pkg/vfs/attr"},
 	{"pkg/vfs/data", "internal/fair internal/running pkg/membuf pkg/nfs pkg/sunrpc pkg/vfs/attr"},
 	{"test/kit/memnfs", "pkg/nfs"},

@@ -18,7 +18,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/loglimit"
+	"github.com/nfsrdmad/nfsrdmad/internal/pace"
 )
 
 // Limit is the first port that is not reserved (IPPORT_RESERVED).
@@ -87,7 +87,7 @@ func shareConn(_, _ string, c syscall.RawConn) (err error) {
 type Rule struct {
 	off     bool
 	log     hclog.Logger
-	refusal loglimit.Limiter
+	refusal pace.Limiter
 }
 
 // NewRule returns a rule, or one that permits every port if off is set. It warns if every user of
@@ -97,7 +97,7 @@ func NewRule(off bool, log hclog.Logger) *Rule {
 		log.Warn("every user of this host can use a source port below 1024, and so act as any user; set the sysctl "+
 			"to 1024", "net.ipv4.ip_unprivileged_port_start", n)
 	}
-	return &Rule{off: off, log: log, refusal: loglimit.Limiter{Pause: time.Minute}}
+	return &Rule{off: off, log: log, refusal: pace.Limiter{Pause: time.Minute}}
 }
 
 // Permits reports whether calls of peer may be executed, and logs refusals once a minute.

@@ -6,7 +6,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 )
 
 // Alloc returns n bytes of zeroed anonymous memory outside the Go heap. The mapping is rounded up
@@ -28,13 +28,13 @@ func Alloc(n int) ([]byte, error) {
 // track makes an arena of a buffer, and counts it.
 func track(b []byte) {
 	addArena(b)
-	leakcheck.Track(leakcheck.Buffer, 1)
+	selfcheck.Track(selfcheck.Buffer, 1)
 }
 
 // untrack reverses track.
 func untrack(b []byte) {
 	dropArena(b)
-	leakcheck.Track(leakcheck.Buffer, -1)
+	selfcheck.Track(selfcheck.Buffer, -1)
 }
 
 // Free detaches every Attachment and returns the memory to the system. b must be a slice that Alloc
@@ -47,5 +47,5 @@ func Free(b []byte) {
 	if err := unix.Munmap(b[:size:size]); err != nil {
 		panic(fmt.Sprintf("membuf: free buffer of %d bytes: %v", size, err))
 	}
-	leakcheck.Track(leakcheck.Buffer, -1)
+	selfcheck.Track(selfcheck.Buffer, -1)
 }

@@ -6,7 +6,7 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
@@ -87,11 +87,11 @@ func TestPoolLimitsBuffers(t *testing.T) {
 	if p.TryGet() != nil || p.Get(nil, 0) != nil {
 		t.Error("Get of a closed pool: got a buffer, want nil")
 	}
-	before := leakcheck.Count(leakcheck.Buffer)
+	before := selfcheck.Count(selfcheck.Buffer)
 	for _, b := range out {
 		p.Put(b)
 	}
-	if n := before - leakcheck.Count(leakcheck.Buffer); n != most || p.Out() != 0 {
+	if n := before - selfcheck.Count(selfcheck.Buffer); n != most || p.Out() != 0 {
 		t.Errorf("after Close: %d buffers freed, %d in use; want %d and 0", n, p.Out(), most)
 	}
 }

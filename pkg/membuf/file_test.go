@@ -13,8 +13,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
@@ -50,7 +50,7 @@ func memoryOf(t testing.TB, f *os.File) int64 {
 }
 
 func TestFilePoolUsesMemoryOfFile(t *testing.T) {
-	before := leakcheck.Count(leakcheck.Buffer)
+	before := selfcheck.Count(selfcheck.Buffer)
 	p := newPool(t, fileSizeTest, 3)
 	if n := memoryOf(t, p.File()); n != 0 {
 		t.Errorf("memory of a new file: got %d bytes, want 0", n)
@@ -88,7 +88,7 @@ func TestFilePoolUsesMemoryOfFile(t *testing.T) {
 	if b := p.Get(nil, 0); &b[0] != &all[1][0] || len(b) != fileSizeTest {
 		t.Error("Get after Put: got another buffer")
 	}
-	if n := leakcheck.Count(leakcheck.Buffer) - before; n != 3 {
+	if n := selfcheck.Count(selfcheck.Buffer) - before; n != 3 {
 		t.Errorf("counted buffers: got %d, want 3", n)
 	}
 	a := ArenaOf(all[0])
@@ -104,7 +104,7 @@ func TestFilePoolUsesMemoryOfFile(t *testing.T) {
 	}
 	p.Put(all[1])
 	p.Close()
-	if p.file.mem != nil || leakcheck.Count(leakcheck.Buffer) != before {
+	if p.file.mem != nil || selfcheck.Count(selfcheck.Buffer) != before {
 		t.Error("after the last Put: the file is mapped, or buffers are counted")
 	}
 	if p.TryGet() != nil {

@@ -6,7 +6,7 @@ import (
 	"sync"
 	"unsafe"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/verify"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
@@ -157,8 +157,8 @@ func (l *List) popFree() *MR {
 
 // releaseAfter applies e, which invalidates m, and puts m onto the free list.
 func (l *List) releaseAfter(m *MR, e event) {
-	if verify.On() && m.list != l {
-		verify.Failf("MR %d is released to the list of another slot", m.id)
+	if selfcheck.On() && m.list != l {
+		selfcheck.Failf("MR %d is released to the list of another slot", m.id)
 	}
 	m.apply(e)
 	l.release(m)
@@ -178,8 +178,8 @@ func (l *List) release(m *MR) {
 // unmapFrom releases the MRs from index start on, which were mapped but not posted (S19).
 func (l *List) unmapFrom(start int) {
 	for _, m := range l.registered[start:] {
-		if verify.On() && m.posted {
-			verify.Failf("MR %d was posted, but is released as not posted", m.id)
+		if selfcheck.On() && m.posted {
+			selfcheck.Failf("MR %d was posted, but is released as not posted", m.id)
 		}
 		if m.perIO != nil {
 			if err := m.perIO.Unregister(); err != nil {

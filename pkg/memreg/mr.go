@@ -3,7 +3,7 @@ package memreg
 import (
 	"sync/atomic"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/verify"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
@@ -54,8 +54,8 @@ func (m *MR) apply(e event) {
 		}
 		to := transitions[from][e]
 		if to == never {
-			if verify.On() {
-				verify.Failf("MR %d: event %q is not allowed in state %v", m.id, e, from)
+			if selfcheck.On() {
+				selfcheck.Failf("MR %d: event %q is not allowed in state %v", m.id, e, from)
 			}
 			return
 		}

@@ -6,7 +6,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/backoff"
+	"github.com/nfsrdmad/nfsrdmad/internal/pace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 )
@@ -109,7 +109,7 @@ func (t *Table) addLeft(p plan, cancel context.CancelFunc, restored func(), fail
 // continueMount builds the mount of an earlier process. It tries again until the server replies, or
 // until a forced unmount ends ctx.
 func (t *Table) continueMount(ctx context.Context, e *entry) {
-	pause := backoff.Backoff{Min: restorePause, Max: restorePauseMax}
+	pause := pace.Backoff{Min: restorePause, Max: restorePauseMax}
 	for {
 		instance, err := t.build(ctx, e.plan)
 		switch {

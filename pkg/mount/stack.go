@@ -17,7 +17,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/loglimit"
+	"github.com/nfsrdmad/nfsrdmad/internal/pace"
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
@@ -75,7 +75,7 @@ type mountStack struct {
 	keepError  error     // of the keeper
 	aborted    atomic.Bool
 	stallFinder
-	invalid loglimit.Limiter
+	invalid pace.Limiter
 
 	unmounts struct {
 		sync.Mutex

@@ -10,7 +10,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/loglimit"
+	"github.com/nfsrdmad/nfsrdmad/internal/pace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -45,7 +45,7 @@ type credentials struct {
 	counters *Counters
 	log      warner
 
-	unknownLimit, cutLimit loglimit.Limiter // of warnings about unknown groups, and about too many
+	unknownLimit, cutLimit pace.Limiter // of warnings about unknown groups, and about too many
 
 	mu      sync.Mutex
 	callers map[callerKey]caller
@@ -66,8 +66,8 @@ func newCredentials(counters *Counters, log warner) *credentials {
 		machine = "localhost"
 	}
 	return &credentials{machine: machine, counters: counters, log: log, callers: make(map[callerKey]caller),
-		encoded: make(map[string][]byte), unknownLimit: loglimit.Limiter{Pause: groupsWarnPause},
-		cutLimit: loglimit.Limiter{Pause: groupsWarnPause}}
+		encoded: make(map[string][]byte), unknownLimit: pace.Limiter{Pause: groupsWarnPause},
+		cutLimit: pace.Limiter{Pause: groupsWarnPause}}
 }
 
 // of returns the credential of a caller.

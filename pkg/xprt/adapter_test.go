@@ -8,7 +8,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -21,11 +21,11 @@ func TestConnectReleasesWhatItAllocated(t *testing.T) {
 		tr := unconnected(t, func(c *Config) {
 			c.Provider, c.Addr, c.KeepAlive = dev, netip.MustParseAddrPort("192.0.2.1:20049"), -1
 		})
-		buffers := leakcheck.Count(leakcheck.Buffer)
+		buffers := selfcheck.Count(selfcheck.Buffer)
 		if err := tr.Connect(testContext(t)); err == nil != (resources == needed) {
 			t.Errorf("%d resources: got %v", resources, err)
 		}
-		if n := leakcheck.Count(leakcheck.Buffer) - buffers; resources < needed && (dev.held != 0 || n != 0) {
+		if n := selfcheck.Count(selfcheck.Buffer) - buffers; resources < needed && (dev.held != 0 || n != 0) {
 			t.Errorf("%d resources: got %d of them, %d buffers left; want none", resources, dev.held, n)
 		}
 		tr.Close()

@@ -7,7 +7,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/verify"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
@@ -354,9 +354,9 @@ func (t *Transport) recoverMRs(cn *conn) {
 		t.dropAdapter()
 		return
 	}
-	if verify.On() {
+	if selfcheck.On() {
 		if err := cn.pool.Check(); err != nil {
-			verify.Failf("MR pool after a connection: %v", err)
+			selfcheck.Failf("MR pool after a connection: %v", err)
 		}
 	}
 }

@@ -59,7 +59,7 @@
 //  4. It wakes each call, which waits for a credit of the next connection.
 //
 // The pause before a reconnect is random: between a fifth of a limit and the limit, which is 5 s at
-// first and grows by half up to 60 s (internal/backoff). The clients of a server that restarts lose
+// first and grows by half up to 60 s (pace.Backoff). The clients of a server that restarts lose
 // their connections at the same moment, and should not connect at the same moment again and again.
 // The pause is at most 250 ms in these cases:
 //

@@ -4,7 +4,7 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/verify"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 )
 
 // A sendQueue prevents overflow of the send queue of a connection, and decides which Sends are
@@ -86,7 +86,7 @@ func (q *sendQueue) signalNow(n int) bool {
 // begin counts a chain of n requests. Call it before the post, and end after it. If the last
 // request is signaled, retire with the mark after its completion.
 func (q *sendQueue) begin(n int) (mark int64) {
-	if verify.On() {
+	if selfcheck.On() {
 		q.begun.Add(int64(n))
 		q.check()
 	}
@@ -103,7 +103,7 @@ func (q *sendQueue) check() {
 	begun := q.begun.Load()
 	taken := q.taken.Load()
 	if used := taken - q.retired.Load(); retired > begun || begun > taken || used > q.size {
-		verify.Failf("send queue of %d: %d places taken, %d requests posted, %d retired", q.size, taken, begun, retired)
+		selfcheck.Failf("send queue of %d: %d places taken, %d requests posted, %d retired", q.size, taken, begun, retired)
 	}
 }
 
@@ -115,7 +115,7 @@ func (q *sendQueue) retire(mark int64) {
 			break
 		}
 	}
-	if verify.On() {
+	if selfcheck.On() {
 		q.check()
 	}
 	q.wake()

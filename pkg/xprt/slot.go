@@ -7,8 +7,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/fair"
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
-	"github.com/nfsrdmad/nfsrdmad/internal/verify"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
@@ -115,7 +114,7 @@ func newSlot(t *Transport, index uint32, xid uint32, send []byte) *slot {
 	s.onFenced = s.fencedDone
 	s.sendWR.Opcode, s.sendWR.Done, s.sendWR.OnWrite = verbs.OpSend, s.sendDone, s.onWrite
 	s.credit.turn.Value = s
-	leakcheck.Track(leakcheck.Slot, 1)
+	selfcheck.Track(selfcheck.Slot, 1)
 	return s
 }
 
@@ -197,8 +196,8 @@ func (s *slot) clear() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.t.trace.Add(trace.Event{Kind: trace.Done, XID: s.xid, A: uint64(time.Since(s.startedAt.at))})
-	if verify.On() && (s.sendBusy || (s.state == slotDone || s.state == slotAbandoned) && !s.fenced) {
-		verify.Failf("RPC %#x ends in state %d before its memory is free: keys invalidated %v, Send pending %v", s.xid,
+	if selfcheck.On() && (s.sendBusy || (s.state == slotDone || s.state == slotAbandoned) && !s.fenced) {
+		selfcheck.Failf("RPC %#x ends in state %d before its memory is free: keys invalidated %v, Send pending %v", s.xid,
 			s.state, s.fenced, s.sendBusy)
 	}
 	s.state, s.msg, s.conn, s.ctx = slotIdle, nil, nil, nil

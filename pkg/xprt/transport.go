@@ -11,7 +11,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
@@ -69,7 +69,7 @@ type Config struct {
 	// WritePad offers room for the XDR pad after write chunks, for old servers that write it (S20).
 	WritePad bool
 	// ConnectTimeout is the time for one attempt to connect. The pause between attempts is random.
-	// Its limit is ReconnectMin at first and grows up to ReconnectMax (internal/backoff).
+	// Its limit is ReconnectMin at first and grows up to ReconnectMax (pace.Backoff).
 	ConnectTimeout             time.Duration
 	ReconnectMin, ReconnectMax time.Duration
 	// ConnectLimits bound the rate of connects of all transports that share them; nil for none.
@@ -297,7 +297,7 @@ func (t *Transport) Close() error {
 		t.calls.Wait()
 		t.dropAdapter()
 		for range t.slots {
-			leakcheck.Track(leakcheck.Slot, -1)
+			selfcheck.Track(selfcheck.Slot, -1)
 		}
 		t.long.Close()
 		membuf.Free(t.arena)

@@ -13,8 +13,8 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/internal/server/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -79,7 +79,7 @@ func TestNewChecksLimits(t *testing.T) {
 			tr.Close()
 		}
 	}
-	if n := leakcheck.Count(leakcheck.Slot); n != 0 {
+	if n := selfcheck.Count(selfcheck.Slot); n != 0 {
 		t.Errorf("slots that are left: got %d, want 0", n)
 	}
 }

@@ -7,9 +7,9 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/backoff"
+	"github.com/nfsrdmad/nfsrdmad/internal/pace"
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
-	"github.com/nfsrdmad/nfsrdmad/internal/verify"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 )
@@ -102,13 +102,13 @@ const firstPause = 250 * time.Millisecond
 // A backOff computes the pause before an attempt to connect: random, at most ReconnectMin at first
 // and growing up to ReconnectMax. There is no pause before each of several addresses was tried.
 type backOff struct {
-	backoff.Backoff
+	pace.Backoff
 	addresses int // of the server
 	attempts  int // that failed since the last pause
 }
 
 func newBackOff(c *Config) *backOff {
-	return &backOff{Backoff: backoff.Backoff{Min: c.ReconnectMin, Max: c.ReconnectMax},
+	return &backOff{Backoff: pace.Backoff{Min: c.ReconnectMin, Max: c.ReconnectMax},
 		addresses: len(c.Servers.all)}
 }
 
@@ -466,30 +466,30 @@ func (t *Transport) ping(cn *conn) {
 
 // verifyFenced checks that an ended call has no valid keys, if the invariant checks are on.
 func (s *slot) verifyFenced() {
-	if !verify.On() {
+	if !selfcheck.On() {
 		return
 	}
 	s.t.send.RLock()
 	defer s.t.send.RUnlock()
 	if n := len(s.mrs.Registered()); n > 0 {
-		verify.Failf("RPC %#x ends with %d registered MRs", s.xid, n)
+		selfcheck.Failf("RPC %#x ends with %d registered MRs", s.xid, n)
 	}
 }
 
 // verifySending checks that the caller, which maps or unmaps, holds the send lock, if the invariant
 // checks are on (S16).
 func (t *Transport) verifySending() {
-	if verify.On() && t.send.TryLock() {
+	if selfcheck.On() && t.send.TryLock() {
 		t.send.Unlock()
-		verify.Failf("memory is mapped or unmapped without the send lock")
+		selfcheck.Failf("memory is mapped or unmapped without the send lock")
 	}
 }
 
 // verifyTakingDown checks that the worker holds the send lock for writing, if the invariant checks
 // are on (S16).
 func (t *Transport) verifyTakingDown() {
-	if verify.On() && t.send.TryRLock() {
+	if selfcheck.On() && t.send.TryRLock() {
 		t.send.RUnlock()
-		verify.Failf("a connection is changed without the send lock")
+		selfcheck.Failf("a connection is changed without the send lock")
 	}
 }

@@ -4,7 +4,7 @@ import (
 	"sync/atomic"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/internal/server/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
@@ -16,12 +16,12 @@ import (
 // freed only after its MR is destroyed.
 func TestPadOutlivesItsRegistration(t *testing.T) {
 	var buffers atomic.Int64 // when the first MR is destroyed
-	p := hooked(&hookedProvider{dereg: func() { buffers.CompareAndSwap(0, leakcheck.Count(leakcheck.Buffer)) }})
+	p := hooked(&hookedProvider{dereg: func() { buffers.CompareAndSwap(0, selfcheck.Count(selfcheck.Buffer)) }})
 	tr := dial(t, startServerProcess(t), func(c *Config) { c.WritePad, c.Provider = true, p })
 	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
 		t.Fatal(err)
 	}
-	connected := leakcheck.Count(leakcheck.Buffer)
+	connected := selfcheck.Count(selfcheck.Buffer)
 	tr.conn.Load().fail(errIdle)
 	kit.Eventually(t, "deregistration of the pad", func() bool { return buffers.Load() != 0 })
 	if n := buffers.Load(); n < connected {

@@ -5,7 +5,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 )
 
 func TestCheckLeaksFindsEveryKind(t *testing.T) {
@@ -15,8 +15,8 @@ func TestCheckLeaksFindsEveryKind(t *testing.T) {
 	}
 	for name, leak := range map[string]func() func(){
 		"MR": func() func() {
-			leakcheck.Track(leakcheck.MR, 1)
-			return func() { leakcheck.Track(leakcheck.MR, -1) }
+			selfcheck.Track(selfcheck.MR, 1)
+			return func() { selfcheck.Track(selfcheck.MR, -1) }
 		},
 		"goroutine": func() func() {
 			stop, stopped := make(chan struct{}), make(chan struct{})

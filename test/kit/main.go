@@ -10,15 +10,14 @@ import (
 
 	"go.uber.org/goleak"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
-	"github.com/nfsrdmad/nfsrdmad/internal/verify"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 )
 
 // Main runs the tests of a package and exits. Main fails when a goroutine, a file descriptor, or a
-// resource that leakcheck tracks (MR, QP, CQ, PD, slot, buffer, connection) remains after the
+// resource that selfcheck tracks (MR, QP, CQ, PD, slot, buffer, connection) remains after the
 // tests. Main also turns the invariant checks of package verify on.
 func Main(m *testing.M, opts ...goleak.Option) {
-	verify.Enable()
+	selfcheck.Enable()
 	before := openDescriptors()
 	code := m.Run()
 	if code == 0 {
@@ -33,7 +32,7 @@ const leakTimeout = 30 * time.Second
 
 func checkLeaks(fdsBefore int, opts []goleak.Option, timeout time.Duration) int {
 	for deadline := time.Now().Add(timeout); ; time.Sleep(20 * time.Millisecond) {
-		goroutines, resources, fds := goleak.Find(opts...), leakcheck.Report(), openDescriptors()
+		goroutines, resources, fds := goleak.Find(opts...), selfcheck.Leaks(), openDescriptors()
 		if goroutines == nil && resources == "" && fds <= fdsBefore {
 			return 0
 		}

@@ -13,7 +13,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/verify"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
@@ -54,7 +54,7 @@ func runChild() {
 	if text == "" {
 		return
 	}
-	verify.Enable()
+	selfcheck.Enable()
 	var o childOrder
 	err := json.Unmarshal([]byte(text), &o)
 	if err == nil {

@@ -11,7 +11,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/backoff"
+	"github.com/nfsrdmad/nfsrdmad/internal/pace"
 )
 
 const (
@@ -77,7 +77,7 @@ func Holder(cfg Config) (Store, error) {
 
 // watch waits for the end of the holder and replaces it, until Close.
 func (h *holderStore) watch() {
-	pause, again := backoff.Backoff{Min: restartMin, Max: restartMax}, false
+	pause, again := pace.Backoff{Min: restartMin, Max: restartMax}, false
 	for {
 		conn, closed := h.connection()
 		switch {

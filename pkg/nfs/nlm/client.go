@@ -14,7 +14,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/fair"
-	"github.com/nfsrdmad/nfsrdmad/internal/loglimit"
+	"github.com/nfsrdmad/nfsrdmad/internal/pace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/rangelock"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -150,7 +150,7 @@ type Client struct {
 }
 
 // logLimits bound the messages whose number the server controls. Metrics count each event.
-type logLimits struct{ unlock, noService, reclaim, lost loglimit.Limiter }
+type logLimits struct{ unlock, noService, reclaim, lost pace.Limiter }
 
 // A lockKey names an owner of locks and their file.
 type lockKey struct {

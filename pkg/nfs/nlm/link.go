@@ -10,7 +10,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/backoff"
+	"github.com/nfsrdmad/nfsrdmad/internal/pace"
 	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
@@ -82,7 +82,7 @@ func newLink(cfg *Config, lost func(error)) *link {
 // returns a channel that is closed when the call has ended.
 func (l *link) call(ctx context.Context, proc Proc, cred, args []byte,
 	parse func([]byte) error) (late <-chan struct{}, err error) {
-	pause := backoff.Backoff{Min: l.times.minBackoff, Max: l.times.maxBackoff}
+	pause := pace.Backoff{Min: l.times.minBackoff, Max: l.times.maxBackoff}
 	var missing time.Time // since when the service is known to be missing
 	for {
 		late, err := l.try(ctx, proc, cred, args, parse)

@@ -5,7 +5,7 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
@@ -50,9 +50,9 @@ func TestDeregFailKeepsMR(t *testing.T) {
 	if err := m1.Dereg(); err != nil {
 		t.Error(err)
 	}
-	alive := leakcheck.Count(leakcheck.MR)
+	alive := selfcheck.Count(selfcheck.MR)
 	wantInjected(t, m2.Dereg(), "dereg-fail", 2, syscall.EBUSY)
-	if n := leakcheck.Count(leakcheck.MR); n != alive {
+	if n := selfcheck.Count(selfcheck.MR); n != alive {
 		t.Errorf("MRs after the failed Dereg: got %d, want %d", n, alive)
 	}
 	c.recv("in", c.Buffer(8))

@@ -21,7 +21,7 @@ import (
 	"syscall"
 	"unsafe"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
@@ -63,7 +63,7 @@ type connID struct {
 }
 
 func newConnID(ch *eventChannel, remote netip.AddrPort) *connID {
-	leakcheck.Track(leakcheck.ConnID, 1)
+	selfcheck.Track(selfcheck.ConnID, 1)
 	// A set-up gets a few events, one after the other. If the kernel sends more events than the
 	// channel holds, they may be lost.
 	return &connID{ConnID: base.NewConnID[qp](Name, netip.AddrPort{}, remote), ch: ch,
@@ -319,7 +319,7 @@ func (c *connID) Close() error {
 			c.dev.removeUser()
 		}
 		c.ch.release()
-		leakcheck.Track(leakcheck.ConnID, -1)
+		selfcheck.Track(selfcheck.ConnID, -1)
 	})
 	return nil
 }

@@ -17,7 +17,7 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
@@ -87,7 +87,7 @@ func (d *device) CreateCQ(depth int) (verbs.CQ, error) {
 		d.removeUser()
 		return nil, err
 	}
-	leakcheck.Track(leakcheck.CQ, 1)
+	selfcheck.Track(selfcheck.CQ, 1)
 	go c.dispatch()
 	return c, nil
 }
@@ -319,7 +319,7 @@ func (c *completionQueue) Close() error {
 	d.objects.Lock()
 	delete(d.objects.cqs, c)
 	d.objects.Unlock()
-	leakcheck.Track(leakcheck.CQ, -1)
+	selfcheck.Track(selfcheck.CQ, -1)
 	d.removeUser()
 	if c.destroyErr != nil {
 		return fmt.Errorf("rdmacore: destroy completion queue on %s: %w", d.attrs.Name, c.destroyErr)

@@ -17,7 +17,7 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
@@ -55,7 +55,7 @@ func (d *device) AllocPD() (verbs.PD, error) {
 		d.removeUser()
 		return nil, fmt.Errorf("rdmacore: allocate protection domain on %s: %w", d.attrs.Name, err)
 	}
-	leakcheck.Track(leakcheck.PD, 1)
+	selfcheck.Track(selfcheck.PD, 1)
 	return p, nil
 }
 
@@ -92,7 +92,7 @@ func (p *protectionDomain) Dealloc() error {
 	d.objects.Lock()
 	delete(d.objects.pds, p)
 	d.objects.Unlock()
-	leakcheck.Track(leakcheck.PD, -1)
+	selfcheck.Track(selfcheck.PD, -1)
 	d.removeUser()
 	if err != nil {
 		return fmt.Errorf("rdmacore: deallocate protection domain on %s: %w", d.attrs.Name, err)

@@ -16,7 +16,7 @@ import (
 	"syscall"
 	"unsafe"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
@@ -66,7 +66,7 @@ func (p *provider) Listen(ctx context.Context, laddr netip.AddrPort) (verbs.List
 		return nil, fail(err)
 	}
 	l.addr = address(l.c, false)
-	leakcheck.Track(leakcheck.Listener, 1)
+	selfcheck.Track(selfcheck.Listener, 1)
 	return l, nil
 }
 
@@ -162,7 +162,7 @@ func (l *listener) Close() error {
 			break
 		}
 		l.ch.release()
-		leakcheck.Track(leakcheck.Listener, -1)
+		selfcheck.Track(selfcheck.Listener, -1)
 		close(l.done)
 	})
 	<-l.done

@@ -15,7 +15,7 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
@@ -145,7 +145,7 @@ func newQP(c *connID, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 	d.objects.Lock()
 	d.objects.qps[q.c] = q
 	d.objects.Unlock()
-	leakcheck.Track(leakcheck.QP, 1)
+	selfcheck.Track(selfcheck.QP, 1)
 	return q, nil
 }
 
@@ -358,7 +358,7 @@ func (q *qp) destroy() {
 	C.free(unsafe.Pointer(&q.sq.sges[0]))
 	C.free(unsafe.Pointer(&q.sq.scratch[0]))
 	q.reserved.Release()
-	leakcheck.Track(leakcheck.QP, -1)
+	selfcheck.Track(selfcheck.QP, -1)
 }
 
 // sendCompleted appends to out the requests that the completion of the request at pos completes.

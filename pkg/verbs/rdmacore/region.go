@@ -16,7 +16,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
@@ -77,7 +77,7 @@ func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 		return nil, err
 	}
 	if p.dev.perIO {
-		leakcheck.Track(leakcheck.MR, 1)
+		selfcheck.Track(selfcheck.MR, 1)
 		return &perIOMR{pd: p, depth: depth}, nil
 	}
 	if err := p.dev.context.acquire(); err != nil {
@@ -94,7 +94,7 @@ func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 	w.firstKey = verbs.RKey(w.c.rkey)
 	w.key = w.firstKey
 	p.dev.regions.add(w.firstKey, w)
-	leakcheck.Track(leakcheck.MR, 1)
+	selfcheck.Track(selfcheck.MR, 1)
 	return w, nil
 }
 
@@ -150,7 +150,7 @@ func (w *window) Dereg() error {
 	w.pd.dev.regions.remove(w.firstKey, w)
 	w.pd.deregisterStale()
 	w.pd.uses.Drop()
-	leakcheck.Track(leakcheck.MR, -1)
+	selfcheck.Track(selfcheck.MR, -1)
 	return nil
 }
 
@@ -392,7 +392,7 @@ func (m *perIOMR) Dereg() error {
 	m.deregistered = true
 	m.pd.dev.regions.remove(m.lastKey, m)
 	m.pd.uses.Drop()
-	leakcheck.Track(leakcheck.MR, -1)
+	selfcheck.Track(selfcheck.MR, -1)
 	return nil
 }
 

@@ -12,7 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
@@ -25,7 +25,7 @@ type connID struct {
 }
 
 func newConnID(d *device, local, remote netip.AddrPort) connID {
-	leakcheck.Track(leakcheck.ConnID, 1)
+	selfcheck.Track(selfcheck.ConnID, 1)
 	return connID{ConnID: base.NewConnID[qp](Name, local, remote), dev: d}
 }
 
@@ -47,7 +47,7 @@ func (c *connID) hold() { c.holds.Add(1) }
 
 func (c *connID) release() {
 	if c.holds.Add(-1) == 0 {
-		leakcheck.Track(leakcheck.ConnID, -1)
+		selfcheck.Track(selfcheck.ConnID, -1)
 	}
 }
 

@@ -3,7 +3,7 @@ package softiwarp
 import (
 	"sync"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
@@ -50,7 +50,7 @@ func newCQ(dev *device, depth int) *completionQueue {
 		done: make(chan struct{})}
 	c.mu.ring = make([]cqe, depth)
 	c.work.L = &c.mu
-	leakcheck.Track(leakcheck.CQ, 1)
+	selfcheck.Track(selfcheck.CQ, 1)
 	go c.dispatch()
 	return c
 }
@@ -167,7 +167,7 @@ func (c *completionQueue) Close() error {
 	c.work.Signal()
 	<-c.done
 	if first {
-		leakcheck.Track(leakcheck.CQ, -1)
+		selfcheck.Track(selfcheck.CQ, -1)
 	}
 	return nil
 }

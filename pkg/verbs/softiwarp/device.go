@@ -3,7 +3,7 @@ package softiwarp
 import (
 	"os"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
@@ -54,7 +54,7 @@ func (d *device) Attrs() verbs.DeviceAttrs {
 
 // AllocPD allocates a protection domain.
 func (d *device) AllocPD() (verbs.PD, error) {
-	leakcheck.Track(leakcheck.PD, 1)
+	selfcheck.Track(selfcheck.PD, 1)
 	return &protectionDomain{dev: d, uses: base.Uses{Provider: Name}}, nil
 }
 
@@ -86,7 +86,7 @@ func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 		p.uses.Drop()
 		return nil, err
 	}
-	leakcheck.Track(leakcheck.MR, 1)
+	selfcheck.Track(selfcheck.MR, 1)
 	return m, nil
 }
 
@@ -103,6 +103,6 @@ func (p *protectionDomain) Dealloc() error {
 	if err := p.uses.End(); err != nil {
 		return err
 	}
-	leakcheck.Track(leakcheck.PD, -1)
+	selfcheck.Track(selfcheck.PD, -1)
 	return nil
 }

@@ -10,7 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
@@ -54,7 +54,7 @@ func (p *provider) Listen(ctx context.Context, laddr netip.AddrPort) (verbs.List
 		closed: make(chan struct{}),
 	}
 	l.handshakes.conns = make(map[*net.TCPConn]time.Time)
-	leakcheck.Track(leakcheck.Listener, 1)
+	selfcheck.Track(selfcheck.Listener, 1)
 	l.wg.Add(1)
 	go l.run()
 	return l, nil
@@ -223,7 +223,7 @@ func (l *listener) Close() error {
 			}
 			break
 		}
-		leakcheck.Track(leakcheck.Listener, -1)
+		selfcheck.Track(selfcheck.Listener, -1)
 	})
 	return nil
 }

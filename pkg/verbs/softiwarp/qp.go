@@ -13,7 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
@@ -169,7 +169,7 @@ func newQP(d *device, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 	for i := range slots {
 		slots[i].sges, sges = sges[:0:attr.MaxSendSGE], sges[attr.MaxSendSGE:]
 	}
-	leakcheck.Track(leakcheck.QP, 1)
+	selfcheck.Track(selfcheck.QP, 1)
 	return q, nil
 }
 
@@ -427,7 +427,7 @@ func (q *qp) destroy() {
 	q.Drain()
 	<-q.ioDone
 	q.reserved.Release()
-	leakcheck.Track(leakcheck.QP, -1)
+	selfcheck.Track(selfcheck.QP, -1)
 }
 
 // Stats returns a snapshot of the counters.

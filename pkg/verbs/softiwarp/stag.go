@@ -7,7 +7,7 @@ import (
 	"sort"
 	"sync"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -120,7 +120,7 @@ func (m *mr) Dereg() error {
 	m.mu.Unlock()
 	m.pd.dev.table.remove(m)
 	m.pd.uses.Drop()
-	leakcheck.Track(leakcheck.MR, -1)
+	selfcheck.Track(selfcheck.MR, -1)
 	return nil
 }
 

@@ -3,7 +3,7 @@ package base
 import (
 	"sync"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -16,7 +16,7 @@ type LocalMR struct {
 
 // NewLocalMR makes a LocalMR that takes over one use of uses. Dereg drops that use.
 func NewLocalMR(uses *Uses, lkey uint32) *LocalMR {
-	leakcheck.Track(leakcheck.MR, 1)
+	selfcheck.Track(selfcheck.MR, 1)
 	return &LocalMR{uses: uses, lkey: lkey}
 }
 
@@ -30,7 +30,7 @@ func (m *LocalMR) RKey() verbs.RKey { return 0 }
 func (m *LocalMR) Dereg() error {
 	m.once.Do(func() {
 		m.uses.Drop()
-		leakcheck.Track(leakcheck.MR, -1)
+		selfcheck.Track(selfcheck.MR, -1)
 	})
 	return nil
 }

@@ -1,7 +1,4 @@
-// Package verify switches the invariant checks. NFSRDMAD_VERIFY=all turns them on in a daemon, and
-// every test main turns them on. A broken invariant stops the process at once, because the daemon's
-// memory can no longer be trusted.
-package verify
+package selfcheck
 
 import (
 	"fmt"

@@ -1,4 +1,4 @@
-package loglimit
+package pace
 
 import (
 	"fmt"

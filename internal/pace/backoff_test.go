@@ -1,4 +1,4 @@
-package backoff
+package pace
 
 import (
 	"math/rand/v2"

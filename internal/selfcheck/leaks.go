@@ -1,7 +1,4 @@
-// Package leakcheck counts the resources of this process that must be released:
-// buffers, protection domains, memory regions, queue pairs and others. The test
-// mains call [Report] and fail when anything is left.
-package leakcheck
+package selfcheck
 
 import (
 	"fmt"
@@ -36,8 +33,8 @@ func Track(k Kind, delta int64) { counts[k].Add(delta) }
 // Count returns the number of resources of kind k that exist in this process.
 func Count(k Kind) int64 { return counts[k].Load() }
 
-// Report lists the number of resources of every kind that has any, or returns "" without resources.
-func Report() string {
+// Leaks lists the number of resources of every kind that has any, or returns "" without resources.
+func Leaks() string {
 	var parts []string
 	for k := range counts {
 		if n := counts[k].Load(); n != 0 {

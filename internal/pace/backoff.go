@@ -1,13 +1,4 @@
-// Package backoff computes random pauses between attempts that fail, so that the attempts of many
-// clients that failed at the same moment do not come at the same moment again.
-//
-// A pause is a random time between a fifth of a limit and the limit. The limit grows with each
-// pause. This is full jitter of Amazon's "Exponential Backoff And Jitter" with a shortest pause.
-// Decorrelated jitter of the same article is not used: at its largest pause, most clients wait for
-// exactly this time. The limit grows by 1.5, not by 2. The pauses are then on average not longer
-// than those of a doubled pause without jitter, because a random pause is on average shorter than
-// its limit.
-package backoff
+package pace
 
 import (
 	"math/rand/v2"
@@ -20,7 +11,16 @@ const DefaultGrowth = 1.5
 // shortest is the part of the limit that the shortest pause has: 1/5.
 const shortest = 5
 
-// A Backoff computes the pauses of one client. It is not safe for concurrent use.
+// A Backoff computes random pauses between attempts of one client that fail, so that the attempts of
+// many clients that failed at the same moment do not come at the same moment again. It is not safe
+// for concurrent use.
+//
+// A pause is a random time between a fifth of a limit and the limit. The limit grows with each
+// pause. This is full jitter of Amazon's "Exponential Backoff And Jitter" with a shortest pause.
+// Decorrelated jitter of the same article is not used: at its largest pause, most clients wait for
+// exactly this time. The limit grows by 1.5, not by 2. The pauses are then on average not longer
+// than those of a doubled pause without jitter, because a random pause is on average shorter than
+// its limit.
 type Backoff struct {
 	Min, Max time.Duration  // limits of the first pause, and of all pauses
 	Growth   float64        // of the limit with each pause; 0 means DefaultGrowth
