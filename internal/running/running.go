@@ -6,6 +6,8 @@
 // waits for one more interval.
 //
 // The times are those of the monotonic clock, so changes of the wall clock have no effect.
+//
+// [AdjustOOMScore] says how long this process runs when memory is short.
 package running
 
 import (

@@ -7,8 +7,6 @@ import (
 	"os"
 
 	"golang.org/x/sys/unix"
-
-	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
 )
 
 // fileMemory is the memory of a pool with a file. Buffer i is at the offset i*size of the file.
@@ -48,7 +46,7 @@ func newFilePool(name string, size, limit int) (*Pool, error) {
 	if err != nil {
 		return nil, err
 	}
-	fd, err := memfd.Create(name, total, memfd.Sealed)
+	fd, err := CreateFile(name, total, Sealed)
 	if err != nil {
 		return nil, err
 	}
@@ -112,8 +110,8 @@ func checkFile(fd int, size int64) error {
 	if err != nil {
 		return os.NewSyscallError("fcntl F_GET_SEALS", err)
 	}
-	if seals&memfd.Sealed != memfd.Sealed || seals&(unix.F_SEAL_WRITE|unix.F_SEAL_FUTURE_WRITE) != 0 {
-		return fmt.Errorf("seals are %#x, want %#x", seals, memfd.Sealed)
+	if seals&Sealed != Sealed || seals&(unix.F_SEAL_WRITE|unix.F_SEAL_FUTURE_WRITE) != 0 {
+		return fmt.Errorf("seals are %#x, want %#x", seals, Sealed)
 	}
 	var fs unix.Statfs_t
 	if err := unix.Fstatfs(fd, &fs); err != nil {
@@ -216,7 +214,7 @@ func (f *fileMemory) allocNext() ([]byte, error) {
 // alloc gives memory to buffer i. It keeps the content.
 func (f *fileMemory) alloc(i int) (b []byte, err error) {
 	start := i * f.size
-	closed := f.control(func(fd int) { err = memfd.Allocate(fd, int64(start), int64(f.size)) })
+	closed := f.control(func(fd int) { err = AllocateFile(fd, int64(start), int64(f.size)) })
 	if err := errors.Join(closed, err); err != nil {
 		return nil, err
 	}

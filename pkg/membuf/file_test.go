@@ -13,7 +13,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
 	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
@@ -206,17 +205,17 @@ func TestFilePoolSizes(t *testing.T) {
 func TestOpenFilePoolRefusesOtherFiles(t *testing.T) {
 	const size = 2 * fileSizeTest
 	made := func(size int64, seals int) *os.File {
-		fd, err := memfd.Create("test", size, seals)
+		fd, err := CreateFile("test", size, seals)
 		kit.Must(t, err)
 		return os.NewFile(uintptr(fd), "test")
 	}
 	regular, err := os.Create(t.TempDir() + "/file")
 	kit.Must(t, err)
 	kit.Must(t, regular.Truncate(size))
-	good := made(size, memfd.Sealed)
+	good := made(size, Sealed)
 	readOnly, err := os.Open(fmt.Sprintf("/proc/self/fd/%d", good.Fd()))
 	kit.Must(t, err)
-	closed := made(size, memfd.Sealed)
+	closed := made(size, Sealed)
 	closed.Close()
 	null, err := os.Open(os.DevNull)
 	kit.Must(t, err)
@@ -227,13 +226,13 @@ func TestOpenFilePoolRefusesOtherFiles(t *testing.T) {
 	}{
 		{"regular file", regular, ""},
 		{"device", null, "not a shared memory file"},
-		{"may shrink", made(size, memfd.Sealed&^unix.F_SEAL_SHRINK), "seals"},
-		{"may grow", made(size, memfd.Sealed&^unix.F_SEAL_GROW), "seals"},
-		{"may be sealed", made(size, memfd.Sealed&^unix.F_SEAL_SEAL), "seals"},
-		{"not writable", made(size, memfd.Sealed|unix.F_SEAL_WRITE), "seals"},
-		{"not writable later", made(size, memfd.Sealed|unix.F_SEAL_FUTURE_WRITE), "seals"},
-		{"shorter", made(size-4096, memfd.Sealed), "size of the file is 12288 bytes, want 16384"},
-		{"longer", made(size+4096, memfd.Sealed), "size of the file"},
+		{"may shrink", made(size, Sealed&^unix.F_SEAL_SHRINK), "seals"},
+		{"may grow", made(size, Sealed&^unix.F_SEAL_GROW), "seals"},
+		{"may be sealed", made(size, Sealed&^unix.F_SEAL_SEAL), "seals"},
+		{"not writable", made(size, Sealed|unix.F_SEAL_WRITE), "seals"},
+		{"not writable later", made(size, Sealed|unix.F_SEAL_FUTURE_WRITE), "seals"},
+		{"shorter", made(size-4096, Sealed), "size of the file is 12288 bytes, want 16384"},
+		{"longer", made(size+4096, Sealed), "size of the file"},
 		{"read only", readOnly, "mmap: permission denied"},
 		{"closed", closed, "closed"},
 	}

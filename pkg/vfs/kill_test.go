@@ -14,7 +14,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/fair"
-	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
@@ -122,7 +121,7 @@ func copyMemory(t *testing.T, f *os.File) *os.File {
 		}
 		data = again
 	}
-	fd, err := memfd.Create("copy", st.Size(), memfd.Sealed)
+	fd, err := membuf.CreateFile("copy", st.Size(), membuf.Sealed)
 	must(t, err)
 	at := int64(0)
 	for len(data) > 0 {

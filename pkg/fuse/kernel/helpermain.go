@@ -11,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/oomscore"
+	"github.com/nfsrdmad/nfsrdmad/internal/running"
 )
 
 const (
@@ -38,7 +38,7 @@ func RunHelper() error {
 		return fmt.Errorf("FUSE notification helper: %w; only the daemon starts the helper", err)
 	}
 	_ = os.WriteFile("/proc/self/comm", []byte(helperComm), 0)
-	_ = oomscore.Adjust(oomAdjust)
+	_ = running.AdjustOOMScore(oomAdjust)
 	b := make([]byte, requestHeader+maxNotification)
 	for {
 		n, err := unix.Read(helperSocketFD, b)

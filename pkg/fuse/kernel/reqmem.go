@@ -11,8 +11,8 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 )
 
 // Request memory begins with a page with a memoryHeader. The small places follow, and then the
@@ -49,7 +49,7 @@ func requestMemorySize(bufSize int) int {
 // newRequestMemory makes request memory. bufSize is a multiple of the page size.
 func newRequestMemory(bufSize int) (*requestMemory, error) {
 	size := requestMemorySize(bufSize)
-	fd, err := memfd.Create("nfsrdmad-requests", int64(size), memfd.Sealed)
+	fd, err := membuf.CreateFile("nfsrdmad-requests", int64(size), membuf.Sealed)
 	if err != nil {
 		return nil, err
 	}
@@ -152,7 +152,7 @@ func (m *requestMemory) take(free *freePlaces) []byte {
 		return nil
 	}
 	place := free.noMemory[n-1]
-	if memfd.Allocate(int(m.file.Fd()), int64(m.offset(place)), int64(len(place))) != nil {
+	if membuf.AllocateFile(int(m.file.Fd()), int64(m.offset(place)), int64(len(place))) != nil {
 		return nil
 	}
 	free.noMemory = free.noMemory[:n-1]

@@ -13,7 +13,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
@@ -282,10 +282,10 @@ func TestMemoryThatCanFault(t *testing.T) {
 		fd   int
 		want bool
 	}{
-		{"sealed", create("sealed", 0, memfd.Sealed), true},
+		{"sealed", create("sealed", 0, membuf.Sealed), true},
 		{"not sealed", create("not sealed", 0, 0), false},
 		{"sealed against growth only", create("grow", 0, unix.F_SEAL_GROW), false},
-		{"huge pages", create("huge", unix.MFD_HUGETLB, memfd.Sealed), false},
+		{"huge pages", create("huge", unix.MFD_HUGETLB, membuf.Sealed), false},
 		{"tmpfs", file("/dev/shm"), false},
 		{"disk", file(t.TempDir()), false},
 	} {

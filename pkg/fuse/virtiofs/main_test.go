@@ -20,7 +20,6 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
 	"github.com/nfsrdmad/nfsrdmad/internal/server/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
@@ -224,7 +223,7 @@ func (d *device) dial(t testing.TB) *vmm {
 	kit.Must(t, err)
 	kit.Must(t, unix.Ftruncate(v.memfd, memSize))
 	if !d.unsealed { // as memory-backend-memfd of QEMU
-		_, err = unix.FcntlInt(uintptr(v.memfd), unix.F_ADD_SEALS, memfd.Sealed)
+		_, err = unix.FcntlInt(uintptr(v.memfd), unix.F_ADD_SEALS, membuf.Sealed)
 		kit.Must(t, err)
 	}
 	v.mem, err = unix.Mmap(v.memfd, 0, memSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)

@@ -14,7 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/oomscore"
+	"github.com/nfsrdmad/nfsrdmad/internal/running"
 )
 
 const (
@@ -70,7 +70,7 @@ func RunHolder() error {
 		return startAgain(listener, lock)
 	}
 	_ = os.WriteFile("/proc/self/comm", []byte(holderComm), 0)
-	_ = oomscore.Adjust(oomAdjust) // without CAP_SYS_RESOURCE the score stays that of the daemon
+	_ = running.AdjustOOMScore(oomAdjust) // without CAP_SYS_RESOURCE the score stays that of the daemon
 	l, err := net.FileListener(listener)
 	if err != nil {
 		return fmt.Errorf("holder: %w", err)

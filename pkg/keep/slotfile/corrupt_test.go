@@ -7,7 +7,7 @@ import (
 	"math/rand/v2"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 )
 
 // damagedSpecs give a small file with free slots, slots with records, and unused slots.
@@ -86,7 +86,7 @@ func FuzzOpen(f *testing.F) {
 		if fix && len(content) >= headerBytes {
 			order.PutUint32(content[atSum:], headerSum(content))
 		}
-		d := memfdOf(t, content, int64(len(content)), memfd.Sealed)
+		d := memfdOf(t, content, int64(len(content)), membuf.Sealed)
 		defer d.Close()
 		file, err := Open(d, testSchema, damagedSpecs)
 		if err != nil {

@@ -9,7 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 )
 
 // Errors of this package. Test for them with errors.Is.
@@ -70,7 +70,7 @@ func create(name string, schema uint32, specs []TableSpec) (_ *File, err error) 
 	if err != nil {
 		return nil, err
 	}
-	fd, err := memfd.Create(name, size, memfd.Sealed)
+	fd, err := membuf.CreateFile(name, size, membuf.Sealed)
 	if err != nil {
 		return nil, err
 	}
@@ -79,7 +79,7 @@ func create(name string, schema uint32, specs []TableSpec) (_ *File, err error) 
 			unix.Close(fd)
 		}
 	}()
-	if err := memfd.Allocate(fd, 0, headerBytes); err != nil {
+	if err := membuf.AllocateFile(fd, 0, headerBytes); err != nil {
 		return nil, err
 	}
 	if _, err := unix.Pwrite(fd, header(schema, specs, offsets, size), 0); err != nil {
@@ -113,8 +113,8 @@ func open(shared int, schema uint32, specs []TableSpec) (_ *File, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("get seals: %w", err)
 	}
-	if have&memfd.Sealed != memfd.Sealed || have&(unix.F_SEAL_WRITE|unix.F_SEAL_FUTURE_WRITE) != 0 {
-		return nil, corrupt("seals are %#x, want %#x", have, memfd.Sealed)
+	if have&membuf.Sealed != membuf.Sealed || have&(unix.F_SEAL_WRITE|unix.F_SEAL_FUTURE_WRITE) != 0 {
+		return nil, corrupt("seals are %#x, want %#x", have, membuf.Sealed)
 	}
 	var st unix.Stat_t
 	if err := unix.Fstat(shared, &st); err != nil {
@@ -178,7 +178,7 @@ func attach(fd, size int, schema uint32, specs []TableSpec) (_ *File, err error)
 	if err := unix.Madvise(mem, unix.MADV_DONTDUMP); err != nil {
 		return nil, fmt.Errorf("madvise: %w", err)
 	}
-	f, err := load(mem, schema, specs, func(offset, n int64) error { return memfd.Allocate(fd, offset, n) })
+	f, err := load(mem, schema, specs, func(offset, n int64) error { return membuf.AllocateFile(fd, offset, n) })
 	if err != nil {
 		return nil, err
 	}

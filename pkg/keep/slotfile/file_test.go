@@ -12,7 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
@@ -175,30 +175,30 @@ func TestOpenRefusesOtherFiles(t *testing.T) {
 	if _, err := regular.Write(image); err != nil {
 		t.Fatal(err)
 	}
-	const noWrite = memfd.Sealed | unix.F_SEAL_WRITE
+	const noWrite = membuf.Sealed | unix.F_SEAL_WRITE
 	for _, tt := range []struct {
 		name string
 		f    *os.File
 		ok   bool
 	}{
-		{"copy", memfdOf(t, image, size, memfd.Sealed), true},
+		{"copy", memfdOf(t, image, size, membuf.Sealed), true},
 		{"regular file", regular, false},
 		{"character device", file("/dev/null"), false},
 		{"pipe", r, false},
 		{"no seals", memfdOf(t, image, size, 0), false},
-		{"may shrink", memfdOf(t, image, size, memfd.Sealed&^unix.F_SEAL_SHRINK), false},
-		{"may grow", memfdOf(t, image, size, memfd.Sealed&^unix.F_SEAL_GROW), false},
-		{"may be sealed", memfdOf(t, image, size, memfd.Sealed&^unix.F_SEAL_SEAL), false},
+		{"may shrink", memfdOf(t, image, size, membuf.Sealed&^unix.F_SEAL_SHRINK), false},
+		{"may grow", memfdOf(t, image, size, membuf.Sealed&^unix.F_SEAL_GROW), false},
+		{"may be sealed", memfdOf(t, image, size, membuf.Sealed&^unix.F_SEAL_SEAL), false},
 		{"not writable", memfdOf(t, image, size, noWrite), false},
-		{"not writable later", memfdOf(t, image, size, memfd.Sealed|unix.F_SEAL_FUTURE_WRITE), false},
-		{"empty", memfdOf(t, nil, 0, memfd.Sealed), false},
-		{"zero", memfdOf(t, nil, size, memfd.Sealed), false},
-		{"shorter by a byte", memfdOf(t, image, size-1, memfd.Sealed), false},
-		{"shorter by a page", memfdOf(t, image, size-4096, memfd.Sealed), false},
-		{"only the header", memfdOf(t, image, 4096, memfd.Sealed), false},
-		{"part of the header", memfdOf(t, image, 4095, memfd.Sealed), false},
-		{"longer", memfdOf(t, image, size+4096, memfd.Sealed), false},
-		{"huge", memfdOf(t, image, MaxFileBytes+4096, memfd.Sealed), false},
+		{"not writable later", memfdOf(t, image, size, membuf.Sealed|unix.F_SEAL_FUTURE_WRITE), false},
+		{"empty", memfdOf(t, nil, 0, membuf.Sealed), false},
+		{"zero", memfdOf(t, nil, size, membuf.Sealed), false},
+		{"shorter by a byte", memfdOf(t, image, size-1, membuf.Sealed), false},
+		{"shorter by a page", memfdOf(t, image, size-4096, membuf.Sealed), false},
+		{"only the header", memfdOf(t, image, 4096, membuf.Sealed), false},
+		{"part of the header", memfdOf(t, image, 4095, membuf.Sealed), false},
+		{"longer", memfdOf(t, image, size+4096, membuf.Sealed), false},
+		{"huge", memfdOf(t, image, MaxFileBytes+4096, membuf.Sealed), false},
 	} {
 		opened, err := Open(tt.f, testSchema, testSpecs)
 		if tt.ok && err != nil || !tt.ok && !errors.Is(err, ErrCorrupt) {

@@ -1,4 +1,4 @@
-package memfd
+package membuf
 
 import (
 	"errors"
@@ -11,8 +11,6 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-func TestMain(m *testing.M) { kit.Main(m) }
-
 func blocks(t *testing.T, fd int) int64 {
 	t.Helper()
 	var st unix.Stat_t
@@ -22,7 +20,7 @@ func blocks(t *testing.T, fd int) int64 {
 
 func TestCreateFixesSize(t *testing.T) {
 	const size = 1 << 20
-	fd, err := Create("test", size, Sealed)
+	fd, err := CreateFile("test", size, Sealed)
 	kit.Must(t, err)
 	defer unix.Close(fd)
 	var st unix.Stat_t
@@ -46,7 +44,7 @@ func TestCreateFixesSize(t *testing.T) {
 }
 
 func TestAllocateGivesMemory(t *testing.T) {
-	fd, err := Create("test", 1<<20, Sealed)
+	fd, err := CreateFile("test", 1<<20, Sealed)
 	kit.Must(t, err)
 	defer unix.Close(fd)
 	if n := blocks(t, fd); n != 0 {
@@ -55,7 +53,7 @@ func TestAllocateGivesMemory(t *testing.T) {
 	if _, err := unix.Pwrite(fd, []byte("data"), 64<<10); err != nil {
 		t.Fatal(err)
 	}
-	kit.Must(t, Allocate(fd, 64<<10, 128<<10))
+	kit.Must(t, AllocateFile(fd, 64<<10, 128<<10))
 	if n := blocks(t, fd); n != 128<<10 {
 		t.Errorf("memory of the file: got %d bytes, want %d", n, 128<<10)
 	}
@@ -63,7 +61,7 @@ func TestAllocateGivesMemory(t *testing.T) {
 	if _, err := unix.Pread(fd, b, 64<<10); err != nil || string(b) != "data" {
 		t.Errorf("content: got %q, %v, want data", b, err)
 	}
-	if err := Allocate(fd, 1<<20, 4096); !errors.Is(err, unix.EPERM) {
+	if err := AllocateFile(fd, 1<<20, 4096); !errors.Is(err, unix.EPERM) {
 		t.Errorf("allocate behind the end: got %v, want EPERM", err)
 	}
 }
@@ -74,7 +72,7 @@ func TestCreateReportsFileSizeLimit(t *testing.T) {
 	if err := unix.Setrlimit(unix.RLIMIT_FSIZE, &unix.Rlimit{Cur: 4096, Max: old.Max}); err != nil {
 		t.Fatal(err)
 	}
-	_, err := Create("test", 8192, Sealed)
+	_, err := CreateFile("test", 8192, Sealed)
 	kit.Must(t, unix.Setrlimit(unix.RLIMIT_FSIZE, &old))
 	if !errors.Is(err, unix.EFBIG) {
 		t.Errorf("Create above RLIMIT_FSIZE: got %v, want EFBIG", err)

@@ -1,6 +1,4 @@
-// Package memfd makes files in shared memory whose size is fixed. Their content survives the
-// process while another process, for example a descriptor store, has a descriptor of the file.
-package memfd
+package membuf
 
 import (
 	"fmt"
@@ -13,10 +11,12 @@ import (
 // then shrink it, which would cause SIGBUS in all programs that map it.
 const Sealed = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
 
-// Create returns the descriptor of a new file of size bytes, with these seals. The kernel shows the
-// name in /proc/PID/fd as memfd:name. The file cannot be executed. It has no memory before
-// Allocate. The caller closes the descriptor, which has FD_CLOEXEC.
-func Create(name string, size int64, seals int) (fd int, err error) {
+// CreateFile returns the descriptor of a new file of size bytes in shared memory, with these seals.
+// Its content survives the process while another process, for example a descriptor store, has a
+// descriptor of the file. The kernel shows the name in /proc/PID/fd as memfd:name. The file cannot be
+// executed. It has no memory before AllocateFile. The caller closes the descriptor, which has
+// FD_CLOEXEC.
+func CreateFile(name string, size int64, seals int) (fd int, err error) {
 	// A file above the limit would cause SIGXFSZ.
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &limit); err != nil {
@@ -45,9 +45,9 @@ func Create(name string, size int64, seals int) (fd int, err error) {
 	return fd, nil
 }
 
-// Allocate gives memory to a range of a file, and keeps its content. Without it, a store to the
+// AllocateFile gives memory to a range of a file, and keeps its content. Without it, a store to the
 // range would cause SIGBUS when the host has no memory.
-func Allocate(fd int, offset, n int64) error {
+func AllocateFile(fd int, offset, n int64) error {
 	for {
 		err := unix.Fallocate(fd, 0, offset, n)
 		if err == nil {
