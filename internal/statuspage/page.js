@@ -147,7 +147,7 @@ function mount(m) {
   return node("section", {},
     node("h2", {}, s.dir, node("span", { class: "badge " + (good ? "good" : "bad") },
       s.state + (s.connection ? ", " + s.connection : ""))),
-    node("p", { class: "line" }, s.spec + " by " + (s.provider || "-") + ", front " + (s.front || "-") + ", since " +
+    node("p", { class: "line" }, s.spec + " by " + (s.provider || "-") + ", since " +
       new Date(s.since).toLocaleString()),
     ...problem.map((text) => node("p", { class: "line bad" }, text)),
     node("div", { class: "tiles" },
