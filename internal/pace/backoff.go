@@ -11,9 +11,9 @@ const DefaultGrowth = 1.5
 // shortest is the part of the limit that the shortest pause has: 1/5.
 const shortest = 5
 
-// A Backoff computes random pauses between attempts of one client that fail, so that the attempts of
-// many clients that failed at the same moment do not come at the same moment again. It is not safe
-// for concurrent use.
+// A Backoff computes random pauses between attempts of one client that fail, so that the attempts
+// of many clients that failed at the same moment do not come at the same moment again. It is not
+// safe for concurrent use.
 //
 // A pause is a random time between a fifth of a limit and the limit. The limit grows with each
 // pause. This is full jitter of Amazon's "Exponential Backoff And Jitter" with a shortest pause.

@@ -8,9 +8,9 @@ import (
 // DefaultPause is the shortest time between two messages of a [Limiter] without a Pause.
 const DefaultPause = 10 * time.Second
 
-// A Limiter bounds how often a message is logged whose number another host or a program controls. It
-// passes one message, and leaves out those that follow within Pause. Its zero value is ready for use.
-// It is safe for concurrent use.
+// A Limiter bounds how often a message is logged whose number another host or a program controls.
+// It passes one message, and leaves out those that follow within Pause. Its zero value is ready for
+// use. It is safe for concurrent use.
 type Limiter struct {
 	Pause time.Duration // 0 means DefaultPause
 

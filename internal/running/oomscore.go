@@ -14,10 +14,10 @@ const (
 	lowestScore, highestScore = -1000, 1000
 )
 
-// AdjustOOMScore changes the order in which the kernel kills processes when memory is short. It adds
-// thousandths of the memory of the host to the score of this process, which inherited the score from
-// the process that started it. A process with a higher score is killed first. A lower score than an
-// ancestor with CAP_SYS_RESOURCE has set needs this capability.
+// AdjustOOMScore changes the order in which the kernel kills processes when memory is short. It
+// adds thousandths of the memory of the host to the score of this process, which inherited the
+// score from the process that started it. A process with a higher score is killed first. A lower
+// score than an ancestor with CAP_SYS_RESOURCE has set needs this capability.
 func AdjustOOMScore(thousandths int) error {
 	b, err := os.ReadFile(scoreFile)
 	if err != nil {

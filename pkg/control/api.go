@@ -166,8 +166,8 @@ type MountStatus struct {
 
 // Numbers are the counters and gauges of one mount.
 type Numbers struct {
-	// Metrics are the values of the metrics of the mount that have no further label, by name without
-	// "nfsrdmad_". docs/reference.md says what they are.
+	// Metrics are the values of the metrics of the mount that have no further label, by name
+	// without "nfsrdmad_". docs/reference.md says what they are.
 	Metrics     stats.Values      `json:"metrics"`
 	Connections map[string]uint64 `json:"connections,omitempty"` // by state
 	MRs         map[string]uint64 `json:"mrs,omitempty"`         // by state

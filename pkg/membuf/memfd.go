@@ -13,8 +13,8 @@ const Sealed = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
 
 // CreateFile returns the descriptor of a new file of size bytes in shared memory, with these seals.
 // Its content survives the process while another process, for example a descriptor store, has a
-// descriptor of the file. The kernel shows the name in /proc/PID/fd as memfd:name. The file cannot be
-// executed. It has no memory before AllocateFile. The caller closes the descriptor, which has
+// descriptor of the file. The kernel shows the name in /proc/PID/fd as memfd:name. The file cannot
+// be executed. It has no memory before AllocateFile. The caller closes the descriptor, which has
 // FD_CLOEXEC.
 func CreateFile(name string, size int64, seals int) (fd int, err error) {
 	// A file above the limit would cause SIGXFSZ.

@@ -7,8 +7,8 @@ import (
 )
 
 // Counts count MRs (docs/features.md S23); Metrics says what each counts. N is atomic.Uint64 in
-// [Counters], and uint64 in a copy. MRsFailed is the sum of MRsRecovered, MRsRecycled and MRsOrphaned
-// when no failed MR is pending.
+// [Counters], and uint64 in a copy. MRsFailed is the sum of MRsRecovered, MRsRecycled and
+// MRsOrphaned when no failed MR is pending.
 type Counts[N atomic.Uint64 | uint64] struct {
 	MRsAllocated, MRsFailed, MRsRecovered, MRsRecycled, MRsOrphaned N
 	LocalInvNeeded, RemoteInvalidations, MapErrors                  N

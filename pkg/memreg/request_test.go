@@ -114,7 +114,8 @@ func TestRemoteInvalidationCounts(t *testing.T) {
 	if err := l.Invalidate(qp, func(bool) {}); err != nil {
 		t.Error(err)
 	}
-	if len(qp.posted) != 2 || stats.RemoteInvalidations.Load() != 1 || stats.LocalInvNeeded.Load() != 2 || stats.Free() != 1 {
+	if len(qp.posted) != 2 || stats.RemoteInvalidations.Load() != 1 || stats.LocalInvNeeded.Load() != 2 ||
+		stats.Free() != 1 {
 		t.Errorf("got %d LOCAL_INVs, counters %d remote and %d local, %d free; want 2, 1, 2, 1", len(qp.posted),
 			stats.RemoteInvalidations.Load(), stats.LocalInvNeeded.Load(), stats.Free())
 	}

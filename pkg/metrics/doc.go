@@ -2,9 +2,9 @@
 // the kernel's mountstats.
 //
 // The counters belong to other packages, which declare their names and help texts: xprt.Numbers,
-// vfs.Counters, nlm.Counters. This package counts only times ([Times]). A [Collector] keeps no state
-// between scrapes: each scrape asks a function for one [Snapshot] per mount. A mount that has ended is
-// missing from the next scrape, and the data path does no work for a scrape.
+// vfs.Counters, nlm.Counters. This package counts only times ([Times]). A [Collector] keeps no
+// state between scrapes: each scrape asks a function for one [Snapshot] per mount. A mount that has
+// ended is missing from the next scrape, and the data path does no work for a scrape.
 //
 // # Names
 //
@@ -21,6 +21,6 @@
 //
 // An ended RPC or FUSE request is counted once, in one [Times]. It is shown as two metrics: a
 // histogram of the durations, and a native histogram of Prometheus for each phase. The buckets of
-// the phases are counted here and not by the client library, whose native histograms take a lock and
-// allocate. A scraper without native histograms gets the count and the sum.
+// the phases are counted here and not by the client library, whose native histograms take a lock
+// and allocate. A scraper without native histograms gets the count and the sum.
 package metrics

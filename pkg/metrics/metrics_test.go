@@ -144,67 +144,43 @@ nfsrdmad_mounts{state="stalled"} 5
 	}
 }
 
-// TestDocumentsNameExistingMetrics checks the names in the documents. docs/reference.md has all
-// metrics of the program.
-func TestDocumentsNameExistingMetrics(t *testing.T) {
-	reference, err := os.ReadFile("../../docs/reference.md")
-	if err != nil {
-		t.Fatal(err)
-	}
-	all := make(map[string]bool)
-	for _, m := range regexp.MustCompile("(?m)^\\| `(nfsrdmad_[a-z0-9_]+)` ").FindAllSubmatch(reference, -1) {
-		all[string(m[1])] = true
-	}
-	if len(all) < 60 {
-		t.Fatalf("names of metrics: got %d, want 60 or more", len(all))
-	}
-	suffix := regexp.MustCompile(`_(bucket|sum|count)$`)
-	n := 0
-	pages, err := filepath.Glob("../../docs/*.md")
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, page := range append(pages, "../../README.md") {
-		text, err := os.ReadFile(page)
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, name := range regexp.MustCompile(`\bnfsrdmad_[a-z0-9_]+`).FindAllString(string(text), -1) {
-			n++
-			if !all[name] && !all[suffix.ReplaceAllString(name, "")] {
-				t.Errorf("%s names the metric %s, which does not exist", page, name)
-			}
-		}
-	}
-	if n < 10 {
-		t.Errorf("names in the documents: got %d, want 10 or more; the pattern may be wrong", n)
-	}
-}
-
-// TestReadersNameExistingMetrics checks the names in the packages that read stats.Values.
-func TestReadersNameExistingMetrics(t *testing.T) {
-	n := 0
-	for _, dir := range []string{"cmd/nfsrdmad", "internal/statview", "test/restart", "test/scale",
-		"test/lab/rdmacore"} {
-		pages, err := filepath.Glob("../../" + dir + "/*.go")
-		if err != nil {
-			t.Fatal(err)
-		}
+// namesIn returns the names that a pattern finds in files below the root of the repository, and a
+// file with each.
+func namesIn(t *testing.T, pattern string, files ...string) map[string]string {
+	t.Helper()
+	names := make(map[string]string)
+	for _, glob := range files {
+		pages, err := filepath.Glob("../../" + glob)
+		kit.Must(t, err)
 		for _, page := range pages {
 			text, err := os.ReadFile(page)
-			if err != nil {
-				t.Fatal(err)
-			}
-			for _, m := range regexp.MustCompile(`(?:Metrics\[|Count\(|\bn\()"([a-z_]+)"`).FindAllSubmatch(text, -1) {
-				n++
-				if numberDescs[string(m[1])] == nil {
-					t.Errorf("%s names the metric %s, which does not exist", page, m[1])
-				}
+			kit.Must(t, err)
+			for _, m := range regexp.MustCompile(pattern).FindAllSubmatch(text, -1) {
+				names[string(m[1])] = page
 			}
 		}
 	}
-	if n < 30 {
-		t.Errorf("names in the sources: got %d, want 30 or more; the pattern may be wrong", n)
+	if len(names) < 10 {
+		t.Fatalf("names in %v: got %d, want 10 or more; the pattern may be wrong", files, len(names))
+	}
+	return names
+}
+
+// TestMetricsExist checks the names in the documents, and in the packages that read stats.Values.
+// docs/reference.md has all metrics of the program.
+func TestMetricsExist(t *testing.T) {
+	all := namesIn(t, "(?m)^\\| `nfsrdmad_([a-z0-9_]+)` ", "docs/reference.md")
+	suffix := regexp.MustCompile(`_(bucket|sum|count)$`)
+	for name, page := range namesIn(t, `\bnfsrdmad_([a-z0-9_]+)`, "docs/*.md", "README.md") {
+		if all[name] == "" && all[suffix.ReplaceAllString(name, "")] == "" {
+			t.Errorf("%s names the metric %s, which does not exist", page, name)
+		}
+	}
+	for name, page := range namesIn(t, `(?:Metrics\[|Count\(|\bn\()"([a-z_]+)"`, "cmd/nfsrdmad/*.go",
+		"internal/statview/*.go", "test/restart/*.go", "test/scale/*.go", "test/lab/rdmacore/*.go") {
+		if numberDescs[name] == nil {
+			t.Errorf("%s names the metric %s, which does not exist", page, name)
+		}
 	}
 }
 

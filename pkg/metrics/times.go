@@ -51,9 +51,9 @@ func phaseBucket(seconds float64) int {
 	return min(bucket, lastBucket)
 }
 
-// Bounds are the upper bounds of the buckets of the duration, from a cache hit to a call that waited
-// for a reconnect. A longer time is in no bucket; the count and the sum include it, as Prometheus
-// expects of the bucket +Inf.
+// Bounds are the upper bounds of the buckets of the duration, from a cache hit to a call that
+// waited for a reconnect. A longer time is in no bucket; the count and the sum include it, as
+// Prometheus expects of the bucket +Inf.
 var Bounds = [...]time.Duration{
 	50 * time.Microsecond, 100 * time.Microsecond, 250 * time.Microsecond, 500 * time.Microsecond,
 	time.Millisecond, 2500 * time.Microsecond, 5 * time.Millisecond, 10 * time.Millisecond,
@@ -68,9 +68,9 @@ type phaseHistogram struct {
 	buckets [phaseBuckets]atomic.Uint64
 }
 
-// Times counts the duration of calls, and their time in each phase. The zero value is empty. Observe
-// takes no lock, and allocates only for the first call that spends time in a phase. All methods may
-// be called concurrently.
+// Times counts the duration of calls, and their time in each phase. The zero value is empty.
+// Observe takes no lock, and allocates only for the first call that spends time in a phase. All
+// methods may be called concurrently.
 type Times struct {
 	durations [len(Bounds) + 1]atomic.Uint64 // calls by duration; those above all bounds are last
 	phases    [ledger.NumPhases]atomic.Pointer[phaseHistogram]

@@ -117,7 +117,8 @@ func TestPhaseWithoutTimeIsInTheZeroBucket(t *testing.T) {
 	}
 }
 
-// TestDurationsCountEveryCall checks the bounds of the buckets and the sum, which comes from the phases.
+// TestDurationsCountEveryCall checks the bounds of the buckets and the sum, which comes from the
+// phases.
 func TestDurationsCountEveryCall(t *testing.T) {
 	var times Times
 	for _, d := range []time.Duration{0, Bounds[0], Bounds[0] + 1, time.Hour} {

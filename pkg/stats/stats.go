@@ -1,9 +1,9 @@
 // Package stats declares numbers that the daemon shows: counters and gauges.
 //
-// Each number is declared once, beside what counts it. A struct has the numbers as fields. Its method
-// Metrics returns a [Metric] for each, with its name, its help text and its place. Everything else
-// is derived from these lists: the metrics of Prometheus, the [Values] of the control API, and sums
-// over the connections of a mount.
+// Each number is declared once, beside what counts it. A struct has the numbers as fields. Its
+// method Metrics returns a [Metric] for each, with its name, its help text and its place.
+// Everything else is derived from these lists: the metrics of Prometheus, the [Values] of the
+// control API, and sums over the connections of a mount.
 //
 // The package has no locks.
 package stats

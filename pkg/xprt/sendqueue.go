@@ -103,7 +103,8 @@ func (q *sendQueue) check() {
 	begun := q.begun.Load()
 	taken := q.taken.Load()
 	if used := taken - q.retired.Load(); retired > begun || begun > taken || used > q.size {
-		selfcheck.Failf("send queue of %d: %d places taken, %d requests posted, %d retired", q.size, taken, begun, retired)
+		selfcheck.Failf("send queue of %d: %d places taken, %d requests posted, %d retired", q.size, taken, begun,
+			retired)
 	}
 }
 

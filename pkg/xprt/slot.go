@@ -197,8 +197,8 @@ func (s *slot) clear() {
 	defer s.mu.Unlock()
 	s.t.trace.Add(trace.Event{Kind: trace.Done, XID: s.xid, A: uint64(time.Since(s.startedAt.at))})
 	if selfcheck.On() && (s.sendBusy || (s.state == slotDone || s.state == slotAbandoned) && !s.fenced) {
-		selfcheck.Failf("RPC %#x ends in state %d before its memory is free: keys invalidated %v, Send pending %v", s.xid,
-			s.state, s.fenced, s.sendBusy)
+		selfcheck.Failf("RPC %#x ends in state %d before its memory is free: keys invalidated %v, Send pending %v",
+			s.xid, s.state, s.fenced, s.sendBusy)
 	}
 	s.state, s.msg, s.conn, s.ctx = slotIdle, nil, nil, nil
 	s.releaseLong()

@@ -12,8 +12,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// Counters count what a transport does, over all its connections. The names are the kernel's; Metrics
-// says what each counts. N is atomic.Uint64 in a Transport, and uint64 in a copy.
+// Counters count what a transport does, over all its connections. The names are the kernel's;
+// Metrics says what each counts. N is atomic.Uint64 in a Transport, and uint64 in a copy.
 type Counters[N atomic.Uint64 | uint64] struct {
 	Connects, ConnectFailures                                              N
 	Sends, Recvs, BadXIDs, Timeouts, Resends, Interrupted                  N
@@ -89,8 +89,8 @@ func (n *Numbers) Metrics() []stats.Metric {
 		stats.New("send_completions_total", "Work completions of the send queue.", &n.SendCompletions),
 		stats.New("inflight_sum_total", "Sum over calls of the calls in flight when each call asked for a credit.",
 			&n.InFlightSum),
-		stats.New("backlog_sum_total", "Sum over calls of the calls that waited for a credit or a connection when each "+
-			"call asked for a credit.", &n.QueuedSum),
+		stats.New("backlog_sum_total", "Sum over calls of the calls that waited for a credit or a connection when "+
+			"each call asked for a credit.", &n.QueuedSum),
 		stats.New("trace_events_dropped_total", "Trace events that were not recorded.", &n.TraceDropped),
 		stats.New("connect_seconds_total", "Time spent connecting.", &n.ConnectTime),
 		stats.New("slots", "RPC slots.", &n.Slots),

@@ -7,8 +7,8 @@ import (
 )
 
 // A window manages the credits of a transport and the queue of slots that wait for a credit. The
-// users have turns, see fair.Queue, and while several make calls each has a share. The limit is zero
-// while there is no connection.
+// users have turns, see fair.Queue, and while several make calls each has a share. The limit is
+// zero while there is no connection.
 type window struct {
 	wanted chan struct{} // capacity 1: a call waits, and there is no connection
 

@@ -6,8 +6,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 )
 
-// Counters count the locks of one Client; Metrics says what each counts. Reading them is safe at any
-// time.
+// Counters count the locks of one Client; Metrics says what each counts. Reading them is safe at
+// any time.
 type Counters struct {
 	Held, Pending                                                           atomic.Int64
 	Granted, Denied, Callbacks, Polls, Canceled, Reclaimed, Lost, NoService atomic.Uint64

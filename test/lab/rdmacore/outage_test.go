@@ -145,8 +145,8 @@ func (g *outageGuest) awaitStatus(text string) {
 	}
 }
 
-// checkMRs compares the MR counters with their sum while no call is pending. It returns the number of
-// failed MRs.
+// checkMRs compares the MR counters with their sum while no call is pending. It returns the number
+// of failed MRs.
 func (g *outageGuest) checkMRs() (failed uint64) {
 	g.t.Helper()
 	for try := 0; ; try++ {
