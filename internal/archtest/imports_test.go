@@ -24,34 +24,34 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/csi", "pkg/control pkg/mount"},
 	{"test/lab/beside/program", "pkg/control pkg/daemon test/differential"},
 	{"test/differential", "pkg/nfs/nfsacl"},
-	{"pkg/daemon", "internal/otlp internal/statuspage pkg/control pkg/keep/fdstore pkg/metrics pkg/mount " +
-		"pkg/stats"},
-	{"pkg/doctor", "pkg/control pkg/membuf pkg/mount pkg/nfs/mountd pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp " +
-		"pkg/trace pkg/verbs pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
-	{"pkg/mount", "internal/otlp internal/pace internal/running pkg/control pkg/fuse/kernel pkg/fuse/virtiofs " +
-		"pkg/keep/fdstore pkg/keep/slotfile pkg/ledger pkg/membuf pkg/metrics pkg/nfs/mountd pkg/nfs/nfs3 " +
-		"pkg/nfs/nfsacl pkg/nfs/nlm pkg/stats pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/faults pkg/verbs/rdmacore " +
-		"pkg/verbs/softiwarp pkg/vfs pkg/vfs/data pkg/xprt"},
+	{"pkg/daemon", "internal/statuspage pkg/control pkg/keep/fdstore pkg/metrics pkg/mount pkg/observe/otlp " +
+		"pkg/observe/stats"},
+	{"pkg/doctor", "pkg/control pkg/membuf pkg/mount pkg/nfs/mountd pkg/nfs/nfs3 pkg/observe/trace pkg/sunrpc " +
+		"pkg/sunrpc/rpctcp pkg/verbs pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
+	{"pkg/mount", "internal/pace internal/running pkg/control pkg/fuse/kernel pkg/fuse/virtiofs pkg/keep/fdstore " +
+		"pkg/keep/slotfile pkg/membuf pkg/metrics pkg/nfs/mountd pkg/nfs/nfs3 pkg/nfs/nfsacl pkg/nfs/nlm " +
+		"pkg/observe/ledger pkg/observe/otlp pkg/observe/stats pkg/observe/trace pkg/sunrpc pkg/verbs " +
+		"pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/vfs pkg/vfs/data pkg/xprt"},
 	{"test/kit/mounts", "pkg/nfs/nfs3 pkg/sunrpc pkg/vfs test/kit test/kit/ganesha"},
 	{"test/kit/ganesha", "pkg/nfs/mountd pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp test/kit"},
 	{"test/kit/server", "internal/server/nfsserve pkg/verbs/softiwarp"},
 	{"internal/server/nfsserve", "internal/fair internal/resvport internal/server/nfsd internal/server/svcrdma " +
 		"pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp pkg/verbs"},
-	{"pkg/metrics", "pkg/ledger pkg/nfs/nlm pkg/stats pkg/vfs pkg/xprt"},
-	{"pkg/xprt", "internal/fair internal/pace internal/running internal/selfcheck pkg/ledger pkg/membuf " +
-		"pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace pkg/verbs"},
+	{"pkg/metrics", "pkg/nfs/nlm pkg/observe/ledger pkg/observe/stats pkg/vfs pkg/xprt"},
+	{"pkg/xprt", "internal/fair internal/pace internal/running internal/selfcheck pkg/membuf pkg/memreg " +
+		"pkg/observe/ledger pkg/observe/stats pkg/observe/trace pkg/rpcrdma pkg/sunrpc pkg/verbs"},
 	{"test/kit/hostile", "pkg/membuf pkg/nfs/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs pkg/verbs/faults test/kit"},
 	{"internal/server/nfsd", "internal/resvport internal/server/nlmd pkg/nfs pkg/nfs/nfs3 pkg/nfs/nfsacl " +
 		"pkg/nfs/nlm pkg/sunrpc"},
 	{"internal/server/nlmd", "internal/fair pkg/nfs/nfs3 pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc"},
 	{"internal/server/svcrdma", "internal/fair pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
-	{"pkg/vfs", "internal/fair internal/pace pkg/fuse/kernel pkg/keep/slotfile pkg/ledger pkg/membuf pkg/nfs " +
-		"pkg/nfs/nfsacl pkg/nfs/nlm pkg/nfs/rangelock pkg/stats pkg/sunrpc pkg/vfs/attr pkg/vfs/data " +
+	{"pkg/vfs", "internal/fair internal/pace pkg/fuse/kernel pkg/keep/slotfile pkg/membuf pkg/nfs pkg/nfs/nfsacl " +
+		"pkg/nfs/nlm pkg/nfs/rangelock pkg/observe/ledger pkg/observe/stats pkg/sunrpc pkg/vfs/attr pkg/vfs/data " +
 		"pkg/vfs/name"},
-	{"pkg/fuse/virtiofs", "pkg/fuse/kernel pkg/keep/slotfile pkg/ledger"},
+	{"pkg/fuse/virtiofs", "pkg/fuse/kernel pkg/keep/slotfile pkg/observe/ledger"},
 	{"pkg/nfs/nlm", "internal/fair internal/pace internal/resvport internal/running pkg/keep/slotfile " +
-		"pkg/nfs/mountd pkg/nfs/nfs3 pkg/nfs/rangelock pkg/stats pkg/sunrpc pkg/sunrpc/rpctcp"},
-	{"pkg/memreg", "internal/selfcheck pkg/membuf pkg/stats pkg/trace pkg/verbs"},
+		"pkg/nfs/mountd pkg/nfs/nfs3 pkg/nfs/rangelock pkg/observe/stats pkg/sunrpc pkg/sunrpc/rpctcp"},
+	{"pkg/memreg", "internal/selfcheck pkg/membuf pkg/observe/stats pkg/observe/trace pkg/verbs"},
 	{"pkg/nfs/nfsacl", "pkg/nfs/nfs3 pkg/sunrpc"},
 	{"pkg/nfs/mountd", "internal/resvport pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp"},
 	{"pkg/verbs/faults", "pkg/membuf pkg/verbs"},
@@ -63,13 +63,13 @@ var allowed = []struct{ pkg, imports string }{
 	{"test/lab/systemd/load", "test/kit"},
 	{"test/kit", "internal/resvport internal/selfcheck"},
 	{"internal/statuspage", "pkg/control"},
-	{"internal/statview", "pkg/control pkg/stats"},
-	{"internal/otlp", "pkg/control pkg/ledger pkg/stats"},
-	{"pkg/control", "pkg/stats"},
-	{"pkg/keep/fdstore", "internal/oomscore internal/pace"},
-	{"pkg/keep/slotfile", "internal/memfd"},
-	{"pkg/fuse/kernel", "internal/memfd internal/oomscore pkg/ledger"},
-	{"pkg/membuf", "internal/fair internal/memfd internal/selfcheck"},
+	{"internal/statview", "pkg/control pkg/observe/stats"},
+	{"internal/otlp", ""},
+	{"pkg/control", "pkg/observe/stats"},
+	{"pkg/keep/fdstore", "internal/pace"},
+	{"pkg/keep/slotfile", "pkg/membuf"},
+	{"pkg/fuse/kernel", "internal/running pkg/membuf pkg/observe/ledger"},
+	{"pkg/membuf", "internal/fair internal/selfcheck"},
 	{"pkg/nfs/nfs3", "pkg/nfs pkg/sunrpc"},
 	{"pkg/nfs", "pkg/sunrpc"},
 	{"pkg/verbs/internal/base", "internal/selfcheck pkg/verbs"},
@@ -78,7 +78,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/pace", ""},
 	{"internal/bench", ""},
 	{"internal/fair", ""},
-	{"pkg/keep/fdstore", ""},
+	{"pkg/keep/fdstore", "internal/running"},
 	{"internal/selfcheck", ""},
 	{"test/kit/collector", ""},
 	{"test/kit/power", ""},
@@ -88,12 +88,12 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/vfs/data", "internal/fair internal/running pkg/membuf pkg/nfs pkg/sunrpc pkg/vfs/attr"},
 	{"test/kit/memnfs", "pkg/nfs"},
 	{"pkg/vfs/attr", "pkg/nfs"},
-	{"pkg/ledger", ""},
+	{"pkg/observe/ledger", ""},
 	{"pkg/nfs/rangelock", ""},
 	{"pkg/rpcrdma", ""},
-	{"pkg/stats", ""},
+	{"pkg/observe/stats", ""},
 	{"pkg/sunrpc", ""},
-	{"pkg/trace", ""},
+	{"pkg/observe/trace", ""},
 	{"pkg/verbs", ""},
 	{"test/bench", ""},
 	{"test/docs", ""},
@@ -112,6 +112,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"test/programs", ""},
 	{"test/restart", ""},
 	{"test/scale", ""},
+	{"pkg/observe/otlp", "pkg/control pkg/observe/ledger pkg/observe/stats"},
 }
 
 // isTest reports whether a package is for tests only.

@@ -10,7 +10,7 @@ import (
 	"slices"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/stats"
 )
 
 // A Report describes one mount during an interval. All rates are per second.

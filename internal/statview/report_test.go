@@ -8,7 +8,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/stats"
 )
 
 // readingAfter returns counters after n seconds of a constant load.

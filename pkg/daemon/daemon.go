@@ -13,10 +13,10 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/otlp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/fdstore"
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/otlp"
 )
 
 // httpGrace bounds the end of pending requests after all mounts are unmounted.

@@ -16,7 +16,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/statuspage"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
-	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/stats"
 )
 
 const (

@@ -4,7 +4,7 @@ import (
 	"math/rand/v2"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 

@@ -3,7 +3,7 @@ package memreg
 import (
 	"sync/atomic"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/stats"
 )
 
 // Counts count MRs (docs/features.md S23); Metrics says what each counts. N is atomic.Uint64 in

@@ -8,7 +8,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
-	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 

@@ -4,7 +4,7 @@ import (
 	"sync/atomic"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/selfcheck"
-	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 

@@ -7,7 +7,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
-	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/stats"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 )
 

@@ -4,7 +4,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
-	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/stats"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )

@@ -5,10 +5,10 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/otlp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/fdstore"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/otlp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )

@@ -7,8 +7,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
-	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
-	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/stats"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )

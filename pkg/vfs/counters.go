@@ -3,7 +3,7 @@ package vfs
 import (
 	"sync/atomic"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/stats"
 )
 
 // Op is a kind of request from the kernel.

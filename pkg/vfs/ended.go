@@ -5,7 +5,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/ledger"
 )
 
 // An Ended describes a request whose reply was written. Options.Ended receives it.

@@ -3,7 +3,7 @@ package vfs
 import (
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/ledger"
 )
 
 // A Waiting is a request without reply.

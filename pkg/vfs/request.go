@@ -13,8 +13,8 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
-	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/ledger"
 )
 
 // A request is one request from the kernel and the context of its RPCs. The channel of Done is

@@ -7,9 +7,9 @@ import (
 	"sync"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/ledger"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
-	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 )
 
 // Values of Call.Waits: what a call waits for.

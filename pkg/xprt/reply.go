@@ -6,10 +6,10 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/ledger"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
-	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
-	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/ledger"
 )
 
 const (

@@ -3,7 +3,7 @@ package nlm
 import (
 	"sync/atomic"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/stats"
 )
 
 // Counters count the locks of one Client; Metrics says what each counts. Reading them is safe at

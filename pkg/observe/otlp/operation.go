@@ -3,7 +3,7 @@ package otlp
 import (
 	"net/netip"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/ledger"
 )
 
 // maxCalls bounds the RPCs of one request that become spans.
