@@ -114,7 +114,7 @@ func (fs *FS) ListXAttr(cancel <-chan struct{}, h *fuse.InHeader, dest []byte) (
 	s = fs.onNode(OpListXAttr, cancel, h, func(r *request, ino *inode) error {
 		fs.countACL(ino, r.cred)
 		acls, err := fs.acls(r, ino)
-		if errno(err) == syscall.EOPNOTSUPP {
+		if nfs.CallErrno(err) == syscall.EOPNOTSUPP {
 			return nil // a file system of the server without ACLs
 		}
 		if err != nil {
@@ -212,7 +212,7 @@ func (fs *FS) askACLs(ctx context.Context, cred []byte, ino *inode) (nfsacl.ACLs
 		var attr nfs.PostOpAttr
 		start := fs.attrs.Now()
 		acls, err := fs.acl.Get(ctx, cred, ino.fh, mask, &attr)
-		if fs.retryJukebox(ctx, err, try) {
+		if fs.busy.Retry(ctx, err, try) {
 			continue
 		}
 		if err != nil {
@@ -297,7 +297,7 @@ func (fs *FS) setACLs(r *request, ino *inode, acls *nfsacl.ACLs, owner nfsacl.Ow
 		start := fs.attrs.Now()
 		err := fs.acl.Set(r, r.cred, ino.fh, acls, owner, &attr)
 		fs.dropACLs(ino)
-		if fs.retryJukebox(r, err, try) {
+		if fs.busy.Retry(r, err, try) {
 			continue
 		}
 		fs.dropAttr(ino) // the mode has changed

@@ -98,7 +98,7 @@ func (fs *FS) getAttr(ctx context.Context, cred []byte, ino *inode, a *nfs.Attr)
 	for try := 0; ; try++ {
 		var err error
 		*a, err = fs.server.GetAttr(ctx, cred, ino.fh)
-		if fs.retryJukebox(ctx, err, try) {
+		if fs.busy.Retry(ctx, err, try) {
 			continue
 		}
 		if err == nil && ino.attr.IsOther(a) {
@@ -107,14 +107,6 @@ func (fs *FS) getAttr(ctx context.Context, cred []byte, ino *inode, a *nfs.Attr)
 		}
 		return fs.checkStale(ino, err)
 	}
-}
-
-func hasStatus(err error, s nfs.Status) bool {
-	if err == nil {
-		return false // returns before the allocation below
-	}
-	var e *nfs.Error
-	return errors.As(err, &e) && e.Status == s
 }
 
 // checkStale returns err. checkStale drops the node when the server no longer knows the node's
@@ -127,7 +119,7 @@ func (fs *FS) checkStale(ino *inode, err error) error {
 		_ = fs.invalidReply(ino, err.Error())
 		return err // for the error of a mount; the kernel gets EIO
 	}
-	if isStale(err) {
+	if nfs.IsStale(err) {
 		fs.dropStale(ino)
 	}
 	return err
@@ -143,34 +135,4 @@ func (fs *FS) dropStale(ino *inode) {
 	fs.invalidateAttr(ino)
 }
 
-// errno returns the error number for any error of this package.
-func errno(err error) syscall.Errno {
-	switch err := err.(type) {
-	case nil:
-		return 0
-	case syscall.Errno:
-		return err
-	case *nfs.Error:
-		if err.Status == nfs.ErrJukebox {
-			return syscall.EINTR // only an interrupt ends the retries
-		}
-		return nfs.Errno(err)
-	}
-	return wrappedErrno(err)
-}
-
-// wrappedErrno is separate from errno because errors.As allocates its targets. Successful calls
-// must not pay for this allocation.
-func wrappedErrno(err error) syscall.Errno {
-	var n syscall.Errno
-	var e *nfs.Error
-	switch {
-	case errors.As(err, &e) && e.Status == nfs.ErrJukebox:
-		return syscall.EINTR
-	case e == nil && errors.As(err, &n) && n == syscall.EINTR:
-		return n
-	}
-	return nfs.Errno(err)
-}
-
-func toStatus(err error) fuse.Status { return fuse.Status(errno(err)) }
+func toStatus(err error) fuse.Status { return fuse.Status(nfs.CallErrno(err)) }

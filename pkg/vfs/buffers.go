@@ -289,7 +289,7 @@ func (fs *FS) writeThrough(r *request, h *fileHandle, off uint64, data []byte) (
 	}
 	for try := 0; ; try++ {
 		n, err := fs.writeThroughOnce(r, h, off, data)
-		if !fs.retryJukebox(r, err, try) {
+		if !fs.busy.Retry(r, err, try) {
 			return n, err
 		}
 	}

@@ -5,7 +5,6 @@ import (
 	"strconv"
 	"sync"
 	"syscall"
-	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
@@ -15,69 +14,21 @@ import (
 // hold nothing that calls for other objects need: no slot of the transport, no slot for WRITE
 // calls, no buffer of a read, and no place among the kernel's background requests.
 
-// jukeboxMinDelay and jukeboxMaxDelay bound the delay before a retry after NFS3ERR_JUKEBOX. The
-// kernel's NFS client waits 5 s (NFS_JUKEBOX_RETRY_TIME).
-const (
-	jukeboxMinDelay = 100 * time.Millisecond
-	jukeboxMaxDelay = 5 * time.Second
-)
-
-// jukeboxDelay returns the delay before a retry: it doubles up to jukeboxMaxDelay.
-func jukeboxDelay(try int) time.Duration {
-	if try < 6 { // 2^6 times the minimum exceeds the maximum
-		return min(jukeboxMinDelay<<try, jukeboxMaxDelay)
-	}
-	return jukeboxMaxDelay
-}
-
-func isBusy(err error) bool { return hasStatus(err, nfs.ErrJukebox) }
-
-// retryJukebox reports whether to retry a call that returned err, after a delay. retryJukebox
-// returns false when the error is not NFS3ERR_JUKEBOX, when ctx ends during the delay, or when the
-// delays exceed BusyTimeout.
-func (fs *FS) retryJukebox(ctx context.Context, err error, try int) bool {
-	if !isBusy(err) || fs.busyTooLong(try) {
-		return false
-	}
-	t := time.NewTimer(jukeboxDelay(try))
-	defer t.Stop()
-	select {
-	case <-t.C:
-		fs.Counters.JukeboxRetries.Add(1)
-		return true
-	case <-ctx.Done():
-		return false
-	}
-}
-
-// busyTooLong reports whether the delays before a try exceed BusyTimeout.
-func (fs *FS) busyTooLong(try int) bool {
-	limit := fs.opts.BusyTimeout
-	if limit <= 0 {
-		return false
-	}
-	var delays time.Duration
-	for i := 0; i < try && delays < limit; i++ {
-		delays += jukeboxDelay(i)
-	}
-	return delays >= limit
-}
-
 // A busyMark tells whether a call with written data counts its file as busy.
 type busyMark bool
 
-// retryBusy is retryJukebox for a call with written data. It counts the file as busy until the
+// retryBusy is Retry for a call with written data. It counts the file as busy until the
 // server answers such a call otherwise. When the delays exceed BusyTimeout, it sets *err to
 // BusyErrno.
 func (fs *FS) retryBusy(ctx context.Context, ino *inode, err *error, try int, mark *busyMark) bool {
-	if !isBusy(*err) {
+	if !nfs.IsBusy(*err) {
 		fs.clearBusy(ino, mark)
 		return false
 	}
 	if !*mark {
 		fs.setBusy(ino, mark)
 	}
-	retry := fs.retryJukebox(ctx, *err, try)
+	retry := fs.busy.Retry(ctx, *err, try)
 	if !retry && ctx.Err() == nil {
 		*err = fs.opts.BusyErrno
 	}
@@ -104,7 +55,7 @@ func (fs *FS) clearBusy(ino *inode, mark *busyMark) {
 	fs.serveWriters()
 }
 
-// pauseRead is retryJukebox for a call with cred that reads into t, of which done bytes are read. It
+// pauseRead is Retry for a call with cred that reads into t, of which done bytes are read. It
 // gives a buffer of the pool back during the delay, and sets *err to nil when the call must be
 // repeated. It returns the bytes that are still in t. After an error t may have no memory.
 func (fs *FS) pauseRead(r *request, cred []byte, err *error, t *target, done, try int) int {
@@ -114,7 +65,7 @@ func (fs *FS) pauseRead(r *request, cred []byte, err *error, t *target, done, tr
 		t.dropBuffer(fs)
 		done = 0
 	}
-	retry := fs.retryJukebox(r, *err, try)
+	retry := fs.busy.Retry(r, *err, try)
 	fs.busyReads.end(keeps)
 	if !retry {
 		return done

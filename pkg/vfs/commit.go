@@ -119,7 +119,7 @@ func (fs *FS) callCommit(ctx context.Context, ino *inode, set []*extent) (res nf
 
 // isRefused reports whether the server refused a call because of its credential.
 func isRefused(err error) bool {
-	e := errno(err)
+	e := nfs.CallErrno(err)
 	return e == syscall.EACCES || e == syscall.EPERM
 }
 

@@ -30,11 +30,11 @@ func (fs *FS) create(r *request, dir *inode, in *fuse.CreateIn, name string, out
 		if err == nil {
 			return fs.openExisting(r, made.ino, in.Flags, out)
 		}
-		if in.Flags&syscall.O_EXCL != 0 || !hasStatus(err, nfs.ErrExist) {
+		if in.Flags&syscall.O_EXCL != 0 || !nfs.HasStatus(err, nfs.ErrExist) {
 			return err
 		}
 		ino, err := fs.lookupOnce(r, dir, name, &out.EntryOut)
-		removed := err == nil && ino == nil || errno(err) == syscall.ENOENT
+		removed := err == nil && ino == nil || nfs.CallErrno(err) == syscall.ENOENT
 		if removed && try < createTries {
 			continue
 		}
@@ -110,7 +110,7 @@ func (fs *FS) createExclusive(r *request, dir *inode, name string, set nfs.SetAt
 	how := nfs.CreateHow{Mode: nfs.Exclusive}
 	how.Verf = r.derive("verifier")
 	made, err := fs.createFile(r, dir, name, how, out)
-	if hasStatus(err, nfs.ErrNotSupp) {
+	if nfs.HasStatus(err, nfs.ErrNotSupp) {
 		how = nfs.CreateHow{Mode: nfs.Guarded, Attr: set}
 		return fs.createFile(r, dir, name, how, out)
 	}

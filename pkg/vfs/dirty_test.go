@@ -91,6 +91,7 @@ func bareFS(s *memServer, pool *membuf.Pool, opts Options) *FS {
 		writeSlots: make(chan struct{}, opts.MaxWrites), aborted: make(chan struct{}),
 		closed: make(chan struct{})}
 	fs.setCaches()
+	fs.busy.Retries = &fs.Counters.JukeboxRetries
 	fs.dirty.inodes = make(map[*inode]*dirtyFile)
 	return fs
 }
@@ -359,7 +360,7 @@ func TestCanceledCallLeavesWriteQueue(t *testing.T) {
 		synctest.Wait()
 		select {
 		case err := <-returned:
-			if errno(err) != syscall.EINTR {
+			if nfs.CallErrno(err) != syscall.EINTR {
 				t.Errorf("write of a canceled request: got %v, want EINTR", err)
 			}
 		default:

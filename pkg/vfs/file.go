@@ -123,7 +123,7 @@ func (fs *FS) open(r *request, ino *inode, flags uint32, out *fuse.OpenOut) erro
 	if err != nil {
 		fs.unpin(ino)
 	}
-	if removed || hasStatus(err, nfs.ErrStale) {
+	if removed || nfs.HasStatus(err, nfs.ErrStale) {
 		fs.reopens.expect(r.pid)
 	}
 	return err

@@ -158,6 +158,7 @@ type FS struct {
 	Counters Counters
 
 	server     nfs.Server
+	busy       nfs.BusyPolicy
 	acl        *nfsacl.Client // nil: no ACLs, or the server does not support NFSACL
 	opts       Options
 	state      *State // nil if the mount is not kept
@@ -217,6 +218,7 @@ func New(ctx context.Context, server nfs.Server, root nfs.Handle, opts Options) 
 	fs := &FS{RawFileSystem: fuse.NewDefaultRawFileSystem(), server: server, opts: opts, state: opts.State,
 		buffers: opts.Buffers, writeSlots: make(chan struct{}, opts.MaxWrites), aborted: make(chan struct{}),
 		closed: make(chan struct{})}
+	fs.busy = nfs.BusyPolicy{Timeout: opts.BusyTimeout, Retries: &fs.Counters.JukeboxRetries}
 	fs.setCaches()
 	fs.creds = newCredentials(&fs.Counters, opts.Warn)
 	fs.creds.guest = opts.Guest

@@ -143,7 +143,7 @@ func (fs *FS) lookupCached(r *request, dir *inode, name string, out *fuse.EntryO
 		cacheable, err = fs.fetch(r, r.cred, ino, &a)
 	}
 	switch {
-	case errno(err) == syscall.ESTALE:
+	case nfs.CallErrno(err) == syscall.ESTALE:
 		fs.inodes.forget(ino.id, 1)
 		return nil, false, nil // the name stands for another object now
 	case err != nil:

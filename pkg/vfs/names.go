@@ -17,7 +17,7 @@ func (fs *FS) Lookup(cancel <-chan struct{}, h *fuse.InHeader, name string, out 
 			return syscall.EINTR
 		}
 		err := fs.lookup(r, dir, name, out)
-		if errno(err) == syscall.EACCES && fs.hasMountsBelow() {
+		if nfs.CallErrno(err) == syscall.EACCES && fs.hasMountsBelow() {
 			return syscall.ENOMEM
 		}
 		return err
@@ -69,13 +69,13 @@ func (fs *FS) lookupOnce(r *request, dir *inode, name string, out *fuse.EntryOut
 	for try := 0; ; try++ {
 		var res nfs.LookupResult
 		start, err := fs.lookupRPC(r, dir, name, &res)
-		if hasStatus(err, nfs.ErrNoEnt) {
+		if nfs.HasStatus(err, nfs.ErrNoEnt) {
 			fs.keepLookup(dir, name, 0, start)
 			ino, err := fs.missing(dir, out)
 			fs.cacheName(dir, name, start, out)
 			return ino, err
 		}
-		if isStale(err) && fs.missingAtPath(r, dir, name) {
+		if nfs.IsStale(err) && fs.missingAtPath(r, dir, name) {
 			return nil, syscall.ENOENT
 		}
 		if err != nil {
@@ -86,7 +86,7 @@ func (fs *FS) lookupOnce(r *request, dir *inode, name string, out *fuse.EntryOut
 			fs.keepLookup(dir, name, ino.id, start)
 			fs.renew(r, dir, ino) // for the names that follow
 		}
-		if errno(err) != syscall.ESTALE || try >= staleTries {
+		if nfs.CallErrno(err) != syscall.ESTALE || try >= staleTries {
 			return ino, err
 		}
 	}
@@ -100,16 +100,16 @@ func (fs *FS) lookupRPC(r *request, dir *inode, name string, res *nfs.LookupResu
 	for try := 0; ; try++ {
 		start = fs.attrs.Now()
 		*res, err = fs.server.Lookup(r, r.cred, dir.fh, name)
-		if fs.retryJukebox(r, err, try) {
+		if fs.busy.Retry(r, err, try) {
 			continue
 		}
 		if res.DirAttr.Present {
 			fs.updateAttr(dir, &res.DirAttr.Attr, start)
 		}
 		switch {
-		case err == nil, hasStatus(err, nfs.ErrNoEnt):
+		case err == nil, nfs.HasStatus(err, nfs.ErrNoEnt):
 			fs.allowSearch(dir, r.cred, start)
-		case hasStatus(err, nfs.ErrAcces):
+		case nfs.HasStatus(err, nfs.ErrAcces):
 			fs.denySearch(dir, r.cred)
 		}
 		return start, fs.checkStale(dir, err)
@@ -197,11 +197,11 @@ func (fs *FS) createEntry(r *request, dir *inode, name string, typ nfs.FileType,
 	for try := 0; ; try++ {
 		start = fs.attrs.Now()
 		res, err = call()
-		if fs.retryJukebox(r, err, try) {
+		if fs.busy.Retry(r, err, try) {
 			continue
 		}
 		changed = fs.nameMade(dir, name, &res.DirChange, start)
-		before = hasStatus(err, nfs.ErrExist) && r.sentBefore()
+		before = nfs.HasStatus(err, nfs.ErrExist) && r.sentBefore()
 		if err != nil && !before {
 			return made, fs.checkStale(dir, err)
 		}
@@ -317,11 +317,11 @@ func (fs *FS) link(r *request, in *fuse.LinkIn, name string, out *fuse.EntryOut)
 		start = fs.attrs.Now()
 		var err error
 		res, err = fs.server.Link(r, r.cred, ino.fh, dir.fh, name)
-		if fs.retryJukebox(r, err, try) {
+		if fs.busy.Retry(r, err, try) {
 			continue
 		}
 		changed = fs.nameMade(dir, name, &res.DirChange, start)
-		if hasStatus(err, nfs.ErrExist) && r.sentBefore() && fs.isNow(r, dir, name, ino) {
+		if nfs.HasStatus(err, nfs.ErrExist) && r.sentBefore() && fs.isNow(r, dir, name, ino) {
 			err = nil
 		}
 		if err != nil {

@@ -19,7 +19,7 @@ func (fs *FS) GetAttr(cancel <-chan struct{}, in *fuse.GetAttrIn, out *fuse.Attr
 		err := fs.getattr(r, ino, out)
 		// open(2) asks for attributes to check rights. Pid 0 stands for all callers of other PID
 		// namespaces.
-		if err != nil && errno(err) == syscall.ESTALE && in.Flags()&fuse.FUSE_GETATTR_FH == 0 && !ino.attr.IsDir() &&
+		if err != nil && nfs.CallErrno(err) == syscall.ESTALE && in.Flags()&fuse.FUSE_GETATTR_FH == 0 && !ino.attr.IsDir() &&
 			r.pid != 0 {
 			fs.reopens.expect(r.pid)
 		}
@@ -90,7 +90,7 @@ func (fs *FS) setattr(r *request, ino *inode, in *fuse.SetAttrIn, out *fuse.Attr
 		return fs.getattr(r, ino, out)
 	}
 	err := fs.setAndFill(r, cred, ino, &set, out)
-	if e := errno(err); fs.isTouch(in) && (e == syscall.EPERM || e == syscall.EACCES) {
+	if e := nfs.CallErrno(err); fs.isTouch(in) && (e == syscall.EPERM || e == syscall.EACCES) {
 		set.MtimeHow = nfs.SetToServerTime
 		err = fs.setAndFill(r, cred, ino, &set, out)
 	}
@@ -144,7 +144,7 @@ func (fs *FS) setAttrs(ctx context.Context, cred []byte, ino *inode, set *nfs.Se
 		var err error
 		*wcc, err = fs.server.SetAttr(ctx, cred, ino.fh, *set)
 		fs.dropACLs(ino) // a new mode changes the ACL
-		if fs.retryJukebox(ctx, err, try) {
+		if fs.busy.Retry(ctx, err, try) {
 			continue
 		}
 		if err != nil {
@@ -238,7 +238,7 @@ func (fs *FS) askRights(ctx context.Context, ino *inode, call func() (nfs.OpenRe
 	for try := 0; ; try++ {
 		start := fs.attrs.Now()
 		res, err := call()
-		if fs.retryJukebox(ctx, err, try) {
+		if fs.busy.Retry(ctx, err, try) {
 			continue
 		}
 		if err != nil {
@@ -273,12 +273,12 @@ func (fs *FS) readlink(r *request, ino *inode) ([]byte, error) {
 	for try := 0; ; try++ {
 		start := fs.attrs.Now()
 		res, err := fs.server.ReadLink(r, r.cred, ino.fh, t.buf[:nfs.MaxPath])
-		if isBusy(err) {
+		if nfs.IsBusy(err) {
 			if _ = fs.pauseRead(r, r.cred, &err, t, 0, try); err == nil {
 				continue
 			}
 		}
-		if hasStatus(err, nfs.ErrStale) {
+		if nfs.HasStatus(err, nfs.ErrStale) {
 			fs.reopens.expect(r.pid)
 		}
 		if err != nil {
@@ -304,7 +304,7 @@ func (fs *FS) statfs(r *request, ino *inode, out *fuse.StatfsOut) error {
 	for try := 0; ; try++ {
 		var err error
 		res, err = fs.server.FSStat(r, r.cred, ino.fh)
-		if fs.retryJukebox(r, err, try) {
+		if fs.busy.Retry(r, err, try) {
 			continue
 		}
 		if err != nil {

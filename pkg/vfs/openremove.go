@@ -122,7 +122,7 @@ func (t *inodeTable) removalsOf(ino *inode, others map[*unresolvedRemoval]bool) 
 func (fs *FS) removesOther(r *request, b *unresolvedRemoval, ino *inode) bool {
 	lookup := func(dir *inode, name string) (fh nfs.Handle, ok bool, err error) {
 		res, err := fs.server.Lookup(r, b.cred, dir.fh, name)
-		if hasStatus(err, nfs.ErrNoEnt) {
+		if nfs.HasStatus(err, nfs.ErrNoEnt) {
 			return fh, false, nil
 		}
 		return res.FH, err == nil, err

@@ -169,7 +169,7 @@ func (fs *FS) checkPages(h *fileHandle) {
 	var a nfs.Attr
 	if _, err := fs.fetch(background{fs}, h.cred, h.ino, &a); err == nil {
 		fs.dropStalePages(h.ino)
-	} else if errno(err) == syscall.ESTALE {
+	} else if nfs.CallErrno(err) == syscall.ESTALE {
 		fs.stopWatching(h) // the file is gone, and READs fail
 	}
 }

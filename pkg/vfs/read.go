@@ -5,6 +5,8 @@ import (
 	"syscall"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // maxEmptyReads bounds the consecutive READ replies without data and without EOF.
@@ -151,7 +153,7 @@ func (fs *FS) readFull(r *request, h *fileHandle, in *fuse.ReadIn, t *target) (d
 		part := t.slice(done, min(int(in.Size), done+fs.opts.RSize))
 		start := fs.attrs.Now()
 		res, err := fs.server.Read(r, h.cred, h.ino.fh, h.open, in.Offset+uint64(done), part)
-		if isBusy(err) {
+		if nfs.IsBusy(err) {
 			if done = fs.pauseRead(r, h.cred, &err, t, done, try); err == nil {
 				try++
 				continue

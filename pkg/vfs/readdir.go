@@ -263,7 +263,7 @@ func (fs *FS) fillDir(r *request, d *dirHandle, plus bool) error {
 	}
 	d.seen[d.offset] = struct{}{}
 	err := fs.dirRPC(r, d, d.offset, plus)
-	if hasStatus(err, nfs.ErrBadCookie) && d.offset != 0 {
+	if nfs.HasStatus(err, nfs.ErrBadCookie) && d.offset != 0 {
 		return fs.restart(r, d, plus)
 	}
 	return err
@@ -278,7 +278,7 @@ func (fs *FS) restart(r *request, d *dirHandle, plus bool) error {
 		}
 		fs.Counters.ReadDirRestarts.Add(1)
 		err := fs.findPosition(r, d, plus, cookie)
-		if !hasStatus(err, nfs.ErrBadCookie) {
+		if !nfs.HasStatus(err, nfs.ErrBadCookie) {
 			return err
 		}
 	}
@@ -350,7 +350,7 @@ func unsupported(err error) bool {
 		return false
 	}
 	var accept *sunrpc.AcceptError
-	return hasStatus(err, nfs.ErrNotSupp) || errors.As(err, &accept) && accept.Stat == sunrpc.ProcUnavail
+	return nfs.HasStatus(err, nfs.ErrNotSupp) || errors.As(err, &accept) && accept.Stat == sunrpc.ProcUnavail
 }
 
 // dirRPC sends one READDIRPLUS or READDIR from a cookie.
@@ -381,7 +381,7 @@ func (fs *FS) dirRPC(r *request, d *dirHandle, cookie uint64, plus bool) error {
 			fs.noPlus.Store(true)
 			continue
 		}
-		if fs.retryJukebox(r, err, try) {
+		if fs.busy.Retry(r, err, try) {
 			continue
 		}
 		if err != nil {

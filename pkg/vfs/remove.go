@@ -49,7 +49,7 @@ func (fs *FS) Unlink(cancel <-chan struct{}, h *fuse.InHeader, name string) fuse
 func (fs *FS) unlink(r *request, dir *inode, name string) error {
 	for try := 0; ; try++ {
 		err := fs.unlinkOnce(r, dir, name)
-		if !fs.retryJukebox(r, err, try) {
+		if !fs.busy.Retry(r, err, try) {
 			return r.removedBefore(err)
 		}
 	}
@@ -97,7 +97,7 @@ func (fs *FS) targetOf(r *request, dir *inode, name string) (*inode, error) {
 func (fs *FS) lookupHandle(r *request, dir *inode, name string) (fh nfs.Handle, ok bool, err error) {
 	var res nfs.LookupResult
 	_, err = fs.lookupRPC(r, dir, name, &res)
-	if hasStatus(err, nfs.ErrNoEnt) {
+	if nfs.HasStatus(err, nfs.ErrNoEnt) {
 		return fh, false, nil // the caller's next call returns this error
 	}
 	return res.FH, err == nil, err
@@ -133,7 +133,7 @@ func (fs *FS) sillyRename(r *request, dir *inode, name string, target *inode) er
 		}
 	}
 	err := fs.renameRPC(r, dir, name, dir, silly.name)
-	if hasStatus(err, nfs.ErrNoEnt) && r.sentBefore() && fs.isNow(r, dir, silly.name, target) {
+	if nfs.HasStatus(err, nfs.ErrNoEnt) && r.sentBefore() && fs.isNow(r, dir, silly.name, target) {
 		err = nil
 	}
 	if err != nil && isNew {
@@ -168,7 +168,7 @@ func (fs *FS) removeSilly(ctx context.Context, ino *inode) {
 	}
 	fs.inodes.beginHiddenRemoval(silly.dir)
 	defer fs.inodes.endHiddenRemoval(silly.dir)
-	for try := 0; fs.retryJukebox(ctx, fs.removeRPC(ctx, silly.cred, silly.dir, silly.name), try); try++ {
+	for try := 0; fs.busy.Retry(ctx, fs.removeRPC(ctx, silly.cred, silly.dir, silly.name), try); try++ {
 	}
 	fs.state.freeHidden(silly)
 	fs.invalidateAttr(ino)
@@ -210,13 +210,13 @@ func (fs *FS) rmdirRPC(r *request, dir *inode, name string) error {
 	for try := 0; ; try++ {
 		start := fs.attrs.Now()
 		wcc, err := fs.server.Rmdir(r, r.cred, dir.fh, name)
-		if fs.retryJukebox(r, err, try) {
+		if fs.busy.Retry(r, err, try) {
 			continue
 		}
 		fs.nameRemoved(dir, name)
 		fs.updateChange(dir, &wcc, start, true)
 		// Some servers return NFS3ERR_EXIST.
-		if hasStatus(err, nfs.ErrNotEmpty) || hasStatus(err, nfs.ErrExist) {
+		if nfs.HasStatus(err, nfs.ErrNotEmpty) || nfs.HasStatus(err, nfs.ErrExist) {
 			return syscall.ENOTEMPTY
 		}
 		return fs.checkStale(dir, err)
@@ -242,12 +242,12 @@ func (fs *FS) rename(r *request, in *fuse.RenameIn, oldName, newName string) err
 	}
 	for try := 0; ; try++ {
 		err := fs.renameOnce(r, from, oldName, to, newName)
-		if hasStatus(err, nfs.ErrNoEnt) && r.sentBefore() {
+		if nfs.HasStatus(err, nfs.ErrNoEnt) && r.sentBefore() {
 			if _, ok, _ := fs.lookupHandle(r, to, newName); ok {
 				return nil // an earlier process has renamed it
 			}
 		}
-		if fs.retryJukebox(r, err, try) {
+		if fs.busy.Retry(r, err, try) {
 			continue
 		}
 		if err != nil && r.sentBefore() {
@@ -304,7 +304,7 @@ func (ino *inode) isHidden(r *request) bool {
 
 // removedBefore returns nil for NFS3ERR_NOENT if an earlier process may have removed the name.
 func (r *request) removedBefore(err error) error {
-	if hasStatus(err, nfs.ErrNoEnt) && r.sentBefore() {
+	if nfs.HasStatus(err, nfs.ErrNoEnt) && r.sentBefore() {
 		return nil
 	}
 	return err
@@ -341,7 +341,7 @@ func (fs *FS) unhide(r *request, dir *inode, name string, ino *inode) {
 // renameWaiting renames, and retries after NFS3ERR_JUKEBOX.
 func (fs *FS) renameWaiting(r *request, from *inode, oldName string, to *inode, newName string) (err error) {
 	for try := 0; ; try++ {
-		if err = fs.renameRPC(r, from, oldName, to, newName); !fs.retryJukebox(r, err, try) {
+		if err = fs.renameRPC(r, from, oldName, to, newName); !fs.busy.Retry(r, err, try) {
 			return err
 		}
 	}
@@ -361,7 +361,7 @@ func (fs *FS) renameRPC(r *request, from *inode, oldName string, to *inode, newN
 		from.attr.SawRenames(start, seen)
 		to.attr.SawRenames(start, seen)
 	}
-	if hasStatus(err, nfs.ErrStale) {
+	if nfs.HasStatus(err, nfs.ErrStale) {
 		fs.invalidateAttr(to)
 	}
 	return err

@@ -14,6 +14,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // A request is one request from the kernel and the context of its RPCs. The channel of Done is
@@ -352,7 +353,7 @@ func (fs *FS) end(op Op, r *request, err error) fuse.Status {
 	case status != fuse.EINTR:
 	case fs.isAborted():
 		status = fuse.EIO // no signal arrived, and a retry would fail again
-	case r.Err() == nil && isBusy(err):
+	case r.Err() == nil && nfs.IsBusy(err):
 		status = fuse.Status(fs.opts.BusyErrno)
 	}
 	r.keepResult(status)

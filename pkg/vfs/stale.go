@@ -30,7 +30,7 @@ func (fs *FS) missingAtPath(r *request, dir *inode, name string) bool {
 		return false
 	}
 	_, err := fs.server.Lookup(r, r.cred, fh, name)
-	return hasStatus(err, nfs.ErrNoEnt)
+	return nfs.HasStatus(err, nfs.ErrNoEnt)
 }
 
 // handleAtPath returns the handle of the directory that is now at the path of dir.
@@ -41,15 +41,10 @@ func (fs *FS) handleAtPath(r *request, dir *inode, depth int) (fh nfs.Handle, ok
 		return fh, false
 	}
 	res, err := fs.server.Lookup(r, r.cred, parent.fh, found.Name)
-	if isStale(err) {
+	if nfs.IsStale(err) {
 		if fh, ok = fs.handleAtPath(r, parent, depth+1); ok {
 			res, err = fs.server.Lookup(r, r.cred, fh, found.Name)
 		}
 	}
 	return res.FH, err == nil
-}
-
-// isStale reports whether the server no longer knows the handle of a call.
-func isStale(err error) bool {
-	return hasStatus(err, nfs.ErrStale) || hasStatus(err, nfs.ErrBadHandle)
 }

@@ -26,17 +26,17 @@ func TestJukeboxDelayDoubles(t *testing.T) {
 			5 * time.Second,
 		} {
 			start := time.Now()
-			if !fs.retryJukebox(t.Context(), busy, try) || time.Since(start) != want {
+			if !fs.busy.Retry(t.Context(), busy, try) || time.Since(start) != want {
 				t.Errorf("retry %d: got a delay of %v, want %v", try, time.Since(start), want)
 			}
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		start := time.Now()
-		if fs.retryJukebox(ctx, busy, 100) || time.Since(start) != time.Second {
+		if fs.busy.Retry(ctx, busy, 100) || time.Since(start) != time.Second {
 			t.Errorf("delay with a deadline of 1s: got %v, want 1s and no retry", time.Since(start))
 		}
-		if fs.retryJukebox(t.Context(), &nfs.Error{Status: nfs.ErrIO}, 0) || fs.retryJukebox(t.Context(), nil, 0) {
+		if fs.busy.Retry(t.Context(), &nfs.Error{Status: nfs.ErrIO}, 0) || fs.busy.Retry(t.Context(), nil, 0) {
 			t.Error("retry without NFS3ERR_JUKEBOX: got true, want false")
 		}
 	})

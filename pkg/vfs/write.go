@@ -96,7 +96,7 @@ func (w *writeback) clean() bool {
 
 // fail records an error. The caller holds mu.
 func (w *writeback) fail(err error) {
-	w.err = errno(err)
+	w.err = nfs.CallErrno(err)
 	if w.err == syscall.EINTR {
 		// The mount was aborted. EINTR would mean that a signal interrupted the caller.
 		w.err = syscall.EIO

@@ -112,7 +112,7 @@ func (fs *FS) flushTimes(r *request, ino *inode, in *fuse.SetAttrIn, out *fuse.A
 		}
 		var wcc nfs.Change
 		err := fs.setAttrs(r, cred, ino, &set, &wcc)
-		if e := errno(err); e != 0 && e != syscall.EPERM && e != syscall.EACCES && e != syscall.ESTALE {
+		if e := nfs.CallErrno(err); e != 0 && e != syscall.EPERM && e != syscall.EACCES && e != syscall.ESTALE {
 			return fs.checkStale(ino, err)
 		}
 	}
