@@ -73,9 +73,9 @@ func serveNull(dir string) error {
 		return fmt.Errorf("mount %s: %v, %w", dir, used, err)
 	}
 	// The options are those of a mount of nfsrdmad.
-	conn, err := kernel.NewDevFuse(dev, newNullFS(), &fuse.MountOptions{MaxBackground: 64, MaxWrite: chunkSize,
-		MaxReadAhead: chunkSize, ExplicitDataCacheControl: true, DisableXAttrs: true,
-		PanicHandler: func(v any) fuse.Status { log.Print(v); return fuse.EIO }})
+	conn, err := kernel.NewDevFuse(dev, newNullFS(), kernel.Options{MaxBackground: 64, MaxWrite: chunkSize,
+		MaxReadAhead: chunkSize, Capabilities: fuse.CAP_EXPLICIT_INVAL_DATA,
+		Panicked: func(v any) fuse.Status { log.Print(v); return fuse.EIO }})
 	if err != nil {
 		return err
 	}

@@ -57,9 +57,8 @@ type DevFuse struct {
 }
 
 // NewDevFuse negotiates the FUSE protocol on the connection of dev, whose file system must be
-// mounted. opts are those of fuse.NewProtocolServer; PanicHandler is required. The caller closes
-// dev after Serve.
-func NewDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, error) {
+// mounted. The caller closes dev after Serve.
+func NewDevFuse(dev *Device, fs FileSystem, opts Options) (*DevFuse, error) {
 	s := newDevFuse(dev, fs, opts)
 	var err error
 	if closed := dev.Use(func(fd int) { err = s.negotiate(fd) }); closed != nil {
@@ -73,7 +72,7 @@ func NewDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, 
 
 // Resume takes over a connection that another process served, which has exited. init is what Init
 // of that process returned, and mem what Memory returned; the caller closes mem. opts must be the
-// options of that process, with CAP_HAS_RESEND in ExtraCapabilities. fs must know all nodes and
+// options of that process, with CAP_HAS_RESEND. fs must know all nodes and
 // open files of the kernel before Serve, as requests may name any of them: the kernel does not tell
 // what it knows.
 //
@@ -82,14 +81,14 @@ func NewDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, 
 // INTERRUPT for them comes again, too. The kernel drops a request that waits to be sent again when
 // the caller of the request is killed. Linux before 6.9 cannot send requests again: Resume without
 // mem returns ErrNoResend.
-func Resume(dev *Device, fs FileSystem, opts *fuse.MountOptions, init []byte, mem *os.File) (*DevFuse, error) {
+func Resume(dev *Device, fs FileSystem, opts Options, init []byte, mem *os.File) (*DevFuse, error) {
 	s := newDevFuse(dev, fs, opts)
 	_, err := s.Negotiate(init)
 	switch {
 	case err != nil:
 	case mem != nil:
 		s.requests, err = openRequestMemory(mem, s.bufSize)
-	case s.kernel.Flags64()&opts.ExtraCapabilities&fuse.CAP_HAS_RESEND == 0:
+	case s.kernel.Flags64()&opts.Capabilities&fuse.CAP_HAS_RESEND == 0:
 		return nil, ErrNoResend
 	}
 	if err != nil {
@@ -132,7 +131,7 @@ func MarkResent(h *fuse.InHeader) { h.Unique |= resent }
 // again. No other request of the connection has the number.
 func Unique(h *fuse.InHeader) uint64 { return h.Unique &^ resent }
 
-func newDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) *DevFuse {
+func newDevFuse(dev *Device, fs FileSystem, opts Options) *DevFuse {
 	page := os.Getpagesize()
 	bufSize := max(opts.MaxWrite+int(unsafe.Sizeof(fuse.WriteIn{})), minReadBuffer)
 	s := &DevFuse{Handler: NewHandler(fs, opts), dev: dev,
@@ -344,7 +343,7 @@ func (s *DevFuse) retry(err error) bool {
 		}
 		return false
 	}
-	s.logger.Printf("FUSE request: %v", err)
+	s.opts.Logger.Printf("FUSE request: %v", err)
 	time.Sleep(retryRead)
 	return true
 }
@@ -389,7 +388,7 @@ func (w *worker) wrote(err error, reply []byte) {
 		return // ENOENT, ENODEV: the request or the connection has ended
 	}
 	unique := binary.NativeEndian.Uint64(reply[8:])
-	w.s.logger.Printf("reply to FUSE request %d: write: %v", unique, err)
+	w.s.opts.Logger.Printf("reply to FUSE request %d: write: %v", unique, err)
 	_, _ = unix.Write(w.s.fd, reply[:putError(reply, unique, unix.EIO)])
 }
 

@@ -584,40 +584,6 @@ func TestReadErrorsAreRetried(t *testing.T) {
 	kit.Eventually(t, "message", func() bool { return strings.Contains(k.log.String(), "request of 10 bytes") })
 }
 
-// TestWritebackNeedsDirectIO checks which kernels get the writeback cache.
-func TestWritebackNeedsDirectIO(t *testing.T) {
-	for flags, want := range map[uint64]uint64{
-		fuse.CAP_WRITEBACK_CACHE:                                 0,
-		fuse.CAP_WRITEBACK_CACHE | fuse.CAP_DIRECT_IO_ALLOW_MMAP: fuse.CAP_WRITEBACK_CACHE,
-	} {
-		opts := options(new(logBuffer))
-		opts.ExtraCapabilities |= fuse.CAP_WRITEBACK_CACHE | fuse.CAP_DIRECT_IO_ALLOW_MMAP
-		in := fuse.InitIn{Major: 7, Minor: 45, Flags: uint32(flags) | 1<<30, Flags2: uint32(flags >> 32)}
-		in.Opcode, in.Length = opInit, uint32(unsafe.Sizeof(in))
-		reply, err := NewHandler(newTestFS(), opts).Negotiate(bytesOf(&in))
-		kit.Must(t, err)
-		out := (*fuse.InitOut)(unsafe.Pointer(&reply[headerSize]))
-		if got := out.Flags64() & fuse.CAP_WRITEBACK_CACHE; got != want {
-			t.Errorf("INIT with capabilities %#x: got writeback %#x, want %#x", flags, got, want)
-		}
-	}
-}
-
-func TestInitErrors(t *testing.T) {
-	k := newKernel(t)
-	defer unix.Close(k.fd)
-	defer k.dev.Close()
-	in := fuse.InitIn{Major: 6}
-	k.send(26, 1, bytesOf(&in)[unsafe.Sizeof(in.InHeader):])
-	_, err := NewDevFuse(k.dev, newTestFS(), options(k.log))
-	if err == nil || !strings.Contains(err.Error(), "protocol 6.0") {
-		t.Errorf("NewDevFuse for protocol 6: got %v, want an error that names the version", err)
-	}
-	if errno, _ := k.receive(1); errno != unix.EIO {
-		t.Errorf("reply: got %v, want EIO", errno)
-	}
-}
-
 type constResult struct {
 	fuse.ReadResult
 	vecs [][]byte

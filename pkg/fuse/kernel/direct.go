@@ -156,7 +156,7 @@ func (c *Call) handleDirect(op *directOp, in []byte, payload [][]byte) {
 func (c *Call) run(op *directOp, in []byte, payload [][]byte) (status fuse.Status) {
 	defer func() {
 		if v := recover(); v != nil {
-			if status = c.h.onPanic(v); status.Ok() {
+			if status = c.h.opts.Panicked(v); status.Ok() {
 				status = fuse.EIO
 			}
 		}
@@ -215,7 +215,7 @@ func (c *Call) read(in []byte, _ [][]byte) (status fuse.Status) {
 		size += len(b)
 	}
 	if status.Ok() && size > int(r.Size) {
-		c.h.logger.Printf("READ of %d bytes returned %d", r.Size, size)
+		c.h.opts.Logger.Printf("READ of %d bytes returned %d", r.Size, size)
 		return fuse.EIO
 	}
 	return status

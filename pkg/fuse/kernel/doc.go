@@ -10,6 +10,7 @@
 //	notify.go      notifications to the kernel
 //	helper.go      sends notifications through a helper process
 //	helpermain.go  RunHelper: the helper process
+//	init.go        Options, INIT: versions, capabilities and limits
 //	handler.go     Handler: handles requests, whatever transports them
 //	devfuse.go     DevFuse: reads requests from a Device and writes replies
 //	reqmem.go      the memory of requests, for kernels that cannot send them again
@@ -59,9 +60,8 @@
 // # Limits of go-fuse
 //
 // fuse.ProtocolServer of go-fuse 2.12 has no notifications, does not call RawFileSystem.Init and
-// OnUnmount, does not return the settings of the kernel, cannot cancel all requests, allocates a
-// request and a channel for each call, and copies the data of a READ. This package therefore sends
-// notifications through Device, returns the INIT request with DevFuse.Kernel, calls
+// OnUnmount, cannot cancel all requests, allocates a request and a channel for each call, and copies
+// the data of a READ. This package therefore sends notifications through Device, handles INIT, calls
 // FileSystem.Disconnected, and handles LOOKUP, GETATTR, OPEN, READ, WRITE, FLUSH, RELEASE and their
 // INTERRUPTs without ProtocolServer. For these operations the package allocates nothing, except a
 // name that is not among the last ones. A test compares the replies with those of go-fuse, also for

@@ -1,11 +1,8 @@
 package kernel
 
 import (
-	"bytes"
 	"encoding/binary"
-	"fmt"
 	"log"
-	"syscall"
 	"unsafe"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
@@ -72,64 +69,23 @@ const (
 // A Handler handles the requests of one connection, whatever transports them. Its methods are safe
 // for concurrent use, except for Negotiate.
 type Handler struct {
-	fs      FileSystem
-	proto   *fuse.ProtocolServer
-	logger  *log.Logger
-	onPanic func(any) fuse.Status
-	init    []byte // the INIT request
-	kernel  fuse.InitIn
-	active  active
-	names   *names
+	fs     FileSystem
+	opts   Options
+	proto  *fuse.ProtocolServer
+	init   []byte // the INIT request
+	kernel fuse.InitIn
+	active active
+	names  *names
 }
 
-// NewHandler returns the Handler of a new connection. opts are those of fuse.NewProtocolServer;
-// PanicHandler is required. Negotiate must succeed before other requests.
-func NewHandler(fs FileSystem, opts *fuse.MountOptions) *Handler {
-	logger := opts.Logger
-	if logger == nil {
-		logger = log.Default()
+// NewHandler returns the Handler of a new connection. Negotiate must succeed before other requests.
+func NewHandler(fs FileSystem, opts Options) *Handler {
+	if opts.Logger == nil {
+		opts.Logger = log.Default()
 	}
-	return &Handler{fs: fs, proto: fuse.NewProtocolServer(fs, opts), logger: logger, onPanic: opts.PanicHandler,
-		names: newNames()}
+	return &Handler{fs: fs, opts: opts, names: newNames(), proto: fuse.NewProtocolServer(fs,
+		&fuse.MountOptions{Logger: opts.Logger, DisableXAttrs: !opts.XAttrs, PanicHandler: opts.Panicked})}
 }
-
-// CanWriteback reports whether a connection with the INIT request can have CAP_WRITEBACK_CACHE.
-// Direct I/O must write the kernel's pages first, which Linux does with CAP_DIRECT_IO_ALLOW_MMAP
-// (since 6.6). Otherwise it would read old data, and the pages would later replace its new data.
-func CanWriteback(init []byte) bool {
-	var in fuse.InitIn
-	copy(bytesOf(&in), init)
-	return in.Flags64()&fuse.CAP_DIRECT_IO_ALLOW_MMAP != 0
-}
-
-// Negotiate handles the request INIT. It refuses CAP_WRITEBACK_CACHE unless CanWriteback. It
-// returns the reply also when the reply is an error. No other request may be in progress.
-func (h *Handler) Negotiate(in []byte) (reply []byte, err error) {
-	if len(in) < int(unsafe.Sizeof(fuse.InHeader{})) || header(in).Opcode != opInit {
-		return nil, fmt.Errorf("request of %d bytes is no INIT", len(in))
-	}
-	h.init = bytes.Clone(in)
-	copy(bytesOf(&h.kernel), in) // older kernels send a shorter request
-	if flags := int(unsafe.Offsetof(h.kernel.Flags)); !CanWriteback(in) && len(in) >= flags+4 {
-		in = bytes.Clone(in)
-		binary.NativeEndian.PutUint32(in[flags:], h.kernel.Flags&^fuse.CAP_WRITEBACK_CACHE)
-	}
-	out := make([]byte, smallReply)
-	n, status := h.proto.HandleRequest([][]byte{in}, [][]byte{out})
-	if n < headerSize {
-		return nil, fmt.Errorf("INIT: %v", status)
-	}
-	if errno := int32(binary.NativeEndian.Uint32(out[4:])); errno != 0 {
-		err = fmt.Errorf("INIT of protocol %d.%d: %w", h.kernel.Major, h.kernel.Minor, syscall.Errno(-errno))
-	}
-	return out[:n], err
-}
-
-// Init returns the INIT request in the form of the kernel, for Resume in another process.
-func (h *Handler) Init() []byte { return h.init }
-
-// Kernel returns the INIT request: the version and the capabilities of the kernel's FUSE client.
-func (h *Handler) Kernel() *fuse.InitIn { return &h.kernel }
 
 // Interrupt interrupts a request. It reports false if the request is not in progress or was
 // interrupted before.

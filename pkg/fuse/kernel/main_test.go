@@ -274,10 +274,10 @@ func (l *logBuffer) String() string {
 	return l.b.String()
 }
 
-func options(l io.Writer) *fuse.MountOptions {
-	return &fuse.MountOptions{MaxWrite: 1 << 20, MaxReadAhead: 1 << 20, Logger: log.New(l, "", 0),
-		ExplicitDataCacheControl: true, ExtraCapabilities: fuse.CAP_HAS_EXPIRE_ONLY,
-		PanicHandler: func(any) fuse.Status { return fuse.Status(unix.EUCLEAN) }}
+func options(l io.Writer) Options {
+	return Options{MaxWrite: 1 << 20, MaxReadAhead: 1 << 20, MaxBackground: 64, Logger: log.New(l, "", 0), XAttrs: true,
+		Capabilities: fuse.CAP_EXPLICIT_INVAL_DATA | fuse.CAP_HAS_EXPIRE_ONLY,
+		Panicked:     func(any) fuse.Status { return fuse.Status(unix.EUCLEAN) }}
 }
 
 // A testMount is a testFS mounted through /dev/fuse.

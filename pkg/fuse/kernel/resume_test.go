@@ -51,9 +51,9 @@ func serveForTest(mode string) error {
 	return nil
 }
 
-func resumeOptions() *fuse.MountOptions {
+func resumeOptions() Options {
 	o := options(os.Stderr)
-	o.ExtraCapabilities |= fuse.CAP_HAS_RESEND
+	o.Capabilities |= fuse.CAP_HAS_RESEND
 	return o
 }
 
@@ -185,7 +185,7 @@ func TestResumeErrors(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		init []byte
-		opts *fuse.MountOptions
+		opts Options
 		want string
 	}{
 		{"nothing", nil, resumeOptions(), "request of 0 bytes is no INIT"},

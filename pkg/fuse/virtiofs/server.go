@@ -8,7 +8,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/hanwen/go-fuse/v2/fuse"
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
@@ -34,7 +33,7 @@ type FileSystem interface {
 type Config struct {
 	Socket  string // path
 	FS      FileSystem
-	Options *fuse.MountOptions // those of kernel.NewHandler
+	Options kernel.Options
 	// ReadOnly refuses requests that change the file system, with EROFS.
 	ReadOnly bool
 	// State is what the next process needs to continue the share. The file system must have a state
@@ -46,7 +45,7 @@ type Config struct {
 // A Server serves a file system to one VMM at a time. Its methods are safe for concurrent use.
 type Server struct {
 	fs      FileSystem
-	opts    *fuse.MountOptions
+	opts    kernel.Options
 	ro      bool
 	log     hclog.Logger
 	state   *State
