@@ -18,6 +18,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
@@ -267,7 +268,7 @@ func fullSnapshot() metrics.Snapshot {
 	spent.Mark(ledger.PhaseServer, 2)
 	phases[0].Observe(&spent)
 	files := new(vfs.Counters)
-	files.Ops[vfs.OpRead].Add(1)
+	files.Ops[kernel.OpRead].Add(1)
 	return metrics.Snapshot{Connections: []metrics.Connection{{}},
 		Transport: stats.Transport{Connections: map[string]uint64{stats.Connected: 1},
 			MRStates: map[string]uint64{"valid": 1}},

@@ -36,7 +36,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"test/kit/server", "internal/server/nfsserve pkg/verbs/softiwarp"},
 	{"internal/server/nfsserve", "internal/fairshare internal/server/nfsd internal/resvport pkg/sunrpc/rpctcp internal/server/svcrdma " +
 		"pkg/nfs/nfs3 pkg/sunrpc pkg/verbs"},
-	{"pkg/metrics", "pkg/vfs pkg/ledger pkg/nfs/nlm pkg/stats"},
+	{"pkg/metrics", "pkg/fuse/kernel pkg/vfs pkg/ledger pkg/nfs/nlm pkg/stats"},
 	{"pkg/xprt", "internal/backoff internal/fairqueue internal/leakcheck internal/running internal/verify " +
 		"pkg/ledger pkg/membuf pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace pkg/verbs"},
 	{"test/kit/hostile", "test/kit pkg/membuf pkg/nfs/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs pkg/verbs/faults"},

@@ -11,6 +11,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	promtest "github.com/prometheus/client_golang/prometheus/testutil"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
@@ -47,9 +48,9 @@ func snapshots() []Snapshot {
 	h.Observe(time.Hour)
 	var f vfs.Counters
 	f.ReadBytes.Add(30)
-	f.Ops[vfs.OpRead].Add(31)
-	f.Errors[vfs.OpRead].Add(33)
-	f.Ops[vfs.OpForget].Add(32)
+	f.Ops[kernel.OpRead].Add(31)
+	f.Errors[kernel.OpRead].Add(33)
+	f.Ops[kernel.OpForget].Add(32)
 	ops := []NamedHistogram{{"READ", h.Data()}}
 	phases := []NamedPhases{{"READ", new(Phases)}}
 	phases[0].Observe(server(time.Millisecond))

@@ -9,6 +9,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/otlp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -58,7 +59,7 @@ func TestUnsampledCallsDoNotAllocate(t *testing.T) {
 	somePeer := func() netip.AddrPort { return netip.AddrPort{} }
 	call := xprt.Ended{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(nfs3.ProcRead),
 		Message: &sunrpc.Message{}, Times: callTimes()}
-	ended := vfs.Ended{Op: vfs.OpRead, Times: callTimes()}
+	ended := vfs.Ended{Op: kernel.OpRead, Times: callTimes()}
 	for range ledger.SlowCalls { // slower ones, so that no call is among the slowest
 		slow, times := call, &call.Times
 		slow.Times.Mark(ledger.PhaseReturn, times.End()+1000)

@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
@@ -22,7 +23,7 @@ import (
 type phases struct {
 	procs    [nfs3.NumProcs]metrics.Phases
 	aclProcs [nfsacl.NumProcs]metrics.Phases
-	ops      [vfs.NumOps]metrics.Phases
+	ops      [kernel.NumOps]metrics.Phases
 	slowRPCs ledger.Slowest[slowCall]
 	slowOps  ledger.Slowest[slowCall]
 	traces   *traces // nil if traces are off

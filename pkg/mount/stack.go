@@ -71,7 +71,7 @@ type mountStack struct {
 	server     frontServer
 	procs      [nfs3.NumProcs]metrics.Histogram
 	aclProcs   [nfsacl.NumProcs]metrics.Histogram
-	ops        [vfs.NumOps]metrics.Histogram
+	ops        [kernel.NumOps]metrics.Histogram
 	phases     phases
 	usage      usage
 	since      time.Time // of usage and of the other counters

@@ -12,6 +12,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
@@ -51,7 +52,7 @@ func TestFindStall(t *testing.T) {
 		return &xprt.Call{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(nfs3.ProcRead), Began: at(began)}
 	}
 	request := func(age int) vfs.Waiting {
-		return vfs.Waiting{Op: vfs.OpFsync, Age: time.Duration(age) * time.Second}
+		return vfs.Waiting{Op: kernel.OpFsync, Age: time.Duration(age) * time.Second}
 	}
 	var f stallFinder
 	for _, step := range []struct {

@@ -5,11 +5,11 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
-	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -44,12 +44,12 @@ func (s *mountStack) Snapshot() metrics.Snapshot {
 	}
 	for op := range s.ops {
 		if d := s.ops[op].Data(); d.Count > 0 {
-			snap.Ops = append(snap.Ops, metrics.NamedHistogram{Name: vfs.Op(op).String(), HistogramData: d})
+			snap.Ops = append(snap.Ops, metrics.NamedHistogram{Name: kernel.Op(op).String(), HistogramData: d})
 		}
 	}
 	snap.ProcPhases = append(named(s.phases.procs[:], nfs3.Proc.String), named(s.phases.aclProcs[:],
 		nfsacl.Proc.String)...)
-	snap.OpPhases = named(s.phases.ops[:], vfs.Op.String)
+	snap.OpPhases = named(s.phases.ops[:], kernel.Op.String)
 	return snap
 }
 
@@ -81,7 +81,7 @@ func (s *mountStack) Stats() control.MountStats {
 	st.ReadBytes, st.WrittenBytes, st.SentBytes = f.ReadBytes.Load(), f.WrittenBytes.Load(), f.SentBytes.Load()
 	failed := make(map[string]uint64)
 	for op := range f.Errors {
-		failed[vfs.Op(op).String()] = f.Errors[op].Load()
+		failed[kernel.Op(op).String()] = f.Errors[op].Load()
 	}
 	st.Operations = operationStats(snap.Ops, failed)
 	st.Processes, st.Users = s.usage.usages()

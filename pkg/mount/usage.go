@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 )
 
@@ -76,9 +77,9 @@ func (c *consumer) count(s *vfs.Sample) {
 	c.Requests++
 	c.Seconds += s.Duration.Seconds()
 	switch s.Op {
-	case vfs.OpRead:
+	case kernel.OpRead:
 		c.ReadBytes += uint64(s.Bytes)
-	case vfs.OpWrite:
+	case kernel.OpWrite:
 		c.WrittenBytes += uint64(s.Bytes)
 	}
 }

@@ -9,11 +9,12 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-func sample(op vfs.Op, tid, uid uint32, n int) vfs.Sample {
+func sample(op kernel.Op, tid, uid uint32, n int) vfs.Sample {
 	return vfs.Sample{Op: op, Owner: vfs.Owner{PID: tid, UID: uid}, Bytes: n, Duration: time.Second}
 }
 
@@ -33,13 +34,13 @@ func TestUsageByProcessAndUser(t *testing.T) {
 	const ended = 1 << 30 // no process has this number
 	var u usage
 	for _, s := range []vfs.Sample{
-		sample(vfs.OpRead, own, 1, 100),
-		sample(vfs.OpRead, own, 1, 20),
-		sample(vfs.OpWrite, own, 1, 3),
-		sample(vfs.OpLookup, own, 1, 0),
-		sample(vfs.OpWrite, other, 1, 40),
-		sample(vfs.OpWrite, 0, 0, 5),
-		sample(vfs.OpRead, ended, 2, 6),
+		sample(kernel.OpRead, own, 1, 100),
+		sample(kernel.OpRead, own, 1, 20),
+		sample(kernel.OpWrite, own, 1, 3),
+		sample(kernel.OpLookup, own, 1, 0),
+		sample(kernel.OpWrite, other, 1, 40),
+		sample(kernel.OpWrite, 0, 0, 5),
+		sample(kernel.OpRead, ended, 2, 6),
 	} {
 		u.observe(&s)
 	}
@@ -84,7 +85,7 @@ func TestUsageNamesProcessOfThread(t *testing.T) {
 		for _, c := range filepath.Base(task) {
 			tid = tid*10 + uint32(c-'0')
 		}
-		s := sample(vfs.OpRead, tid, 0, 1)
+		s := sample(kernel.OpRead, tid, 0, 1)
 		u.observe(&s)
 	}
 	processes, _ := u.usages()
@@ -99,7 +100,7 @@ func TestUsageIsBounded(t *testing.T) {
 	const ended = 1 << 30
 	var u usage
 	for n := range uint32(maxThreads + maxConsumers) {
-		s := sample(vfs.OpRead, ended+n, n, 1)
+		s := sample(kernel.OpRead, ended+n, n, 1)
 		u.observe(&s)
 	}
 	last := uint32(maxThreads + maxConsumers - 1)
@@ -117,7 +118,7 @@ func TestUsageIsBounded(t *testing.T) {
 // TestUsageDoesNotAllocate checks requests of a known thread.
 func TestUsageDoesNotAllocate(t *testing.T) {
 	var u usage
-	s := sample(vfs.OpRead, uint32(os.Getpid()), 0, 4096)
+	s := sample(kernel.OpRead, uint32(os.Getpid()), 0, 4096)
 	u.observe(&s)
 	if n := testing.AllocsPerRun(1000, func() { u.observe(&s) }); n != 0 {
 		t.Errorf("allocations per request: got %v, want 0", n)

@@ -8,6 +8,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -80,10 +81,10 @@ func isACL(name string) bool { return name == nfsacl.XattrAccess || name == nfsa
 // GetXAttr handles getxattr(2).
 func (fs *FS) GetXAttr(cancel <-chan struct{}, h *fuse.InHeader, name string, dest []byte) (n uint32, s fuse.Status) {
 	if fs.acl == nil || !isACL(name) {
-		fs.Counters.Ops[OpGetXAttr].Add(1)
+		fs.Counters.Ops[kernel.OpGetXAttr].Add(1)
 		return 0, fuse.Status(syscall.EOPNOTSUPP)
 	}
-	s = fs.onNode(OpGetXAttr, cancel, h, func(r *request, ino *inode) error {
+	s = fs.onNode(kernel.OpGetXAttr, cancel, h, func(r *request, ino *inode) error {
 		fs.countACL(ino, r.cred)
 		acls, err := fs.acls(r, ino)
 		if err != nil {
@@ -111,7 +112,7 @@ func (fs *FS) ListXAttr(cancel <-chan struct{}, h *fuse.InHeader, dest []byte) (
 	if fs.acl == nil {
 		return 0, fuse.Status(syscall.EOPNOTSUPP)
 	}
-	s = fs.onNode(OpListXAttr, cancel, h, func(r *request, ino *inode) error {
+	s = fs.onNode(kernel.OpListXAttr, cancel, h, func(r *request, ino *inode) error {
 		fs.countACL(ino, r.cred)
 		acls, err := fs.acls(r, ino)
 		if nfs.CallErrno(err) == syscall.EOPNOTSUPP {
@@ -142,7 +143,7 @@ func (fs *FS) SetXAttr(cancel <-chan struct{}, in *fuse.SetXAttrIn, name string,
 	if fs.acl == nil || !isACL(name) {
 		return fuse.Status(syscall.EOPNOTSUPP)
 	}
-	return fs.onNode(OpSetXAttr, cancel, &in.InHeader, func(r *request, ino *inode) error {
+	return fs.onNode(kernel.OpSetXAttr, cancel, &in.InHeader, func(r *request, ino *inode) error {
 		acl, err := nfsacl.ParseXattr(value)
 		if err != nil {
 			return syscall.EINVAL
@@ -156,7 +157,7 @@ func (fs *FS) RemoveXAttr(cancel <-chan struct{}, h *fuse.InHeader, name string)
 	if fs.acl == nil || !isACL(name) {
 		return fuse.Status(syscall.EOPNOTSUPP)
 	}
-	return fs.onNode(OpRemoveXAttr, cancel, h, func(r *request, ino *inode) error {
+	return fs.onNode(kernel.OpRemoveXAttr, cancel, h, func(r *request, ino *inode) error {
 		return fs.setACL(r, ino, name, nil)
 	})
 }

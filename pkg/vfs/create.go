@@ -5,6 +5,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
@@ -13,7 +14,7 @@ const createTries = 16
 
 // Create handles open(2) with O_CREAT of a name that the kernel does not know.
 func (fs *FS) Create(cancel <-chan struct{}, in *fuse.CreateIn, name string, out *fuse.CreateOut) fuse.Status {
-	return fs.onNode(OpCreate, cancel, &in.InHeader, func(r *request, dir *inode) error {
+	return fs.onNode(kernel.OpCreate, cancel, &in.InHeader, func(r *request, dir *inode) error {
 		return fs.create(r, dir, in, name, out)
 	})
 }

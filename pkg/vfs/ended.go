@@ -5,12 +5,13 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 )
 
 // An Ended describes a request whose reply was written. Options.Ended receives it.
 type Ended struct {
-	Op     Op
+	Op     kernel.Op
 	Owner  Owner
 	Status fuse.Status // of the reply
 	Calls  int         // RPCs made for the request

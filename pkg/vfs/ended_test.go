@@ -11,6 +11,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
@@ -49,11 +50,11 @@ func TestEndedHasThePhasesOfTheRequest(t *testing.T) {
 
 	mu.Lock()
 	defer mu.Unlock()
-	seen := make(map[Op]uint64)
+	seen := make(map[kernel.Op]uint64)
 	missing := false
 	for _, e := range all {
 		seen[e.Op]++
-		missing = missing || e.Op == OpLookup && e.Status == fuse.ENOENT
+		missing = missing || e.Op == kernel.OpLookup && e.Status == fuse.ENOENT
 		var sum time.Duration
 		for p := range ledger.NumPhases {
 			sum += max(e.Times.Spent(p), 0)
@@ -69,11 +70,11 @@ func TestEndedHasThePhasesOfTheRequest(t *testing.T) {
 		if e.Calls == 0 && e.Times.Spent(ledger.PhaseSend) != 0 {
 			t.Errorf("%v without calls: got %+v, want no time in a phase of calls", e.Op, e.Times)
 		}
-		if e.Owner.UID != uint32(os.Getuid()) || e.Op == OpLookup && e.Owner.PID == 0 {
+		if e.Owner.UID != uint32(os.Getuid()) || e.Op == kernel.OpLookup && e.Owner.PID == 0 {
 			t.Errorf("%v: got owner %+v, want this user and a thread", e.Op, e.Owner)
 		}
 	}
-	for _, op := range []Op{OpLookup, OpOpen, OpRead, OpCreate} {
+	for _, op := range []kernel.Op{kernel.OpLookup, kernel.OpOpen, kernel.OpRead, kernel.OpCreate} {
 		if seen[op] == 0 || seen[op] != m.fs.Counters.Ops[op].Load() {
 			t.Errorf("%v: got %d, want %d", op, seen[op], m.fs.Counters.Ops[op].Load())
 		}
@@ -94,7 +95,7 @@ func TestTagFollowsTheRequest(t *testing.T) {
 	for i, tag := range []any{"a", nil, "b", nil} {
 		next = tag
 		h.Unique += 2
-		r := fs.begin(OpRead, nil, &h)
+		r := fs.begin(kernel.OpRead, nil, &h)
 		ctx, cancel := context.WithCancel(r)
 		if got, ok := TagOf(ctx); got != tag || !ok {
 			t.Errorf("tag of an RPC: got %v, %v, want %v", got, ok, tag)
@@ -104,7 +105,7 @@ func TestTagFollowsTheRequest(t *testing.T) {
 			t.Errorf("bytes of a new request: got %d, want 0", r.moved)
 		}
 		r.moved = i
-		fs.end(OpRead, r, nil)
+		fs.end(kernel.OpRead, r, nil)
 		fs.Replied(h.Unique, ledger.Now())
 		if ended != tag || bytes != i {
 			t.Errorf("ended request: got tag %v and %d bytes, want %v and %d", ended, bytes, tag, i)
@@ -126,14 +127,14 @@ func TestEndedDoesNotAllocate(t *testing.T) {
 	var rpc ledger.Times
 	if n := testing.AllocsPerRun(1000, func() {
 		h.Unique += 2
-		r := fs.begin(OpRead, nil, &h)
+		r := fs.begin(kernel.OpRead, nil, &h)
 		rpc.Begin(ledger.Now())
 		rpc.Mark(ledger.PhaseServer, ledger.Now())
 		AddCall(r, &rpc)
 		if tag, ok := TagOf(r); tag != nil || !ok {
 			t.Errorf("tag: got %v, %v, want nil of a request", tag, ok)
 		}
-		fs.end(OpRead, r, nil)
+		fs.end(kernel.OpRead, r, nil)
 		fs.Replied(h.Unique, ledger.Now())
 	}); n != 0 {
 		t.Errorf("allocations per request: got %v, want 0", n)
@@ -145,7 +146,7 @@ func TestEndedDoesNotAllocate(t *testing.T) {
 		t.Errorf("got %d calls of Ended and %d requests left, want 1001 and 0", ended, len(fs.interrupts.ended))
 	}
 	for range 2 * maxEnded {
-		fs.end(OpRead, fs.begin(OpRead, nil, &h), nil)
+		fs.end(kernel.OpRead, fs.begin(kernel.OpRead, nil, &h), nil)
 	}
 	if n := len(fs.interrupts.ended); n != maxEnded {
 		t.Errorf("requests without Replied that are kept: got %d, want %d", n, maxEnded)

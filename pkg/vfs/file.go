@@ -6,6 +6,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
@@ -101,7 +102,7 @@ func (fs *FS) openFlags(flags uint32, unchanged bool) uint32 {
 
 // Open handles open(2) of an existing file.
 func (fs *FS) Open(cancel <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut) fuse.Status {
-	return fs.onNode(OpOpen, cancel, &in.InHeader, func(r *request, ino *inode) error {
+	return fs.onNode(kernel.OpOpen, cancel, &in.InHeader, func(r *request, ino *inode) error {
 		return fs.open(r, ino, in.Flags, out)
 	})
 }
@@ -245,34 +246,34 @@ func (fs *FS) truncate(r *request, ino *inode, a *nfs.Attr) (cacheable bool, err
 // Flush handles close(2). Flush returns after the file's data is stable, or returns the write
 // error.
 func (fs *FS) Flush(cancel <-chan struct{}, in *fuse.FlushIn) fuse.Status {
-	r := fs.begin(OpFlush, cancel, &in.InHeader)
+	r := fs.begin(kernel.OpFlush, cancel, &in.InHeader)
 	h := fs.file(in.Fh)
 	if h != nil {
 		h.flushed.Store(true)
 	}
 	switch {
 	case h == nil:
-		return fs.end(OpFlush, r, syscall.EBADF)
+		return fs.end(kernel.OpFlush, r, syscall.EBADF)
 	case h.writable:
 		err := fs.syncFile(r, h)
 		if h.setID.Load() {
 			fs.dropAttr(h.ino) // otherwise execve(2) uses the kernel's old mode
 		}
 		fs.flushLocks(r, h, in.LockOwner)
-		return fs.end(OpFlush, r, err)
+		return fs.end(kernel.OpFlush, r, err)
 	}
 	fs.flushLocks(r, h, in.LockOwner)
-	return fs.end(OpFlush, r, nil)
+	return fs.end(kernel.OpFlush, r, nil)
 }
 
 // Fsync handles fsync(2) and fdatasync(2).
 func (fs *FS) Fsync(cancel <-chan struct{}, in *fuse.FsyncIn) fuse.Status {
-	r := fs.begin(OpFsync, cancel, &in.InHeader)
+	r := fs.begin(kernel.OpFsync, cancel, &in.InHeader)
 	h := fs.file(in.Fh)
 	if h == nil {
-		return fs.end(OpFsync, r, syscall.EBADF)
+		return fs.end(kernel.OpFsync, r, syscall.EBADF)
 	}
-	return fs.end(OpFsync, r, fs.syncFile(r, h))
+	return fs.end(kernel.OpFsync, r, fs.syncFile(r, h))
 }
 
 func (fs *FS) syncFile(r *request, h *fileHandle) error {
@@ -295,7 +296,7 @@ func (fs *FS) syncFile(r *request, h *fileHandle) error {
 // Release ends an open file. The kernel does not wait for it. When a fatal signal interrupted
 // close(2), Release writes the remaining data in the background.
 func (fs *FS) Release(cancel <-chan struct{}, in *fuse.ReleaseIn) {
-	fs.Counters.Ops[OpRelease].Add(1)
+	fs.Counters.Ops[kernel.OpRelease].Add(1)
 	h := fs.file(in.Fh)
 	if h == nil {
 		return

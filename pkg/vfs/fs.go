@@ -136,7 +136,7 @@ type Options struct {
 
 // A Sample describes a request that has ended.
 type Sample struct {
-	Op       Op
+	Op       kernel.Op
 	Owner    Owner         // the caller
 	Bytes    int           // file bytes that a READ returned or a WRITE accepted
 	Duration time.Duration // from the arrival to the result
@@ -402,7 +402,7 @@ func (fs *FS) dropAttr(ino *inode) {
 
 // Forget releases lookup references of the kernel.
 func (fs *FS) Forget(id, nlookup uint64) {
-	fs.Counters.Ops[OpForget].Add(1)
+	fs.Counters.Ops[kernel.OpForget].Add(1)
 	if ino := fs.inodes.forget(id, nlookup); ino != nil {
 		fs.releaseAll(ino)
 	}

@@ -8,6 +8,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/rangelock"
@@ -24,7 +25,7 @@ type handleLocks struct {
 
 // GetLk handles fcntl(2) with F_GETLK.
 func (fs *FS) GetLk(cancel <-chan struct{}, in *fuse.LkIn, out *fuse.LkOut) fuse.Status {
-	return fs.lockRequest(OpGetLock, cancel, in, func(r *request, h *fileHandle, l nlm.Lock) error {
+	return fs.lockRequest(kernel.OpGetLk, cancel, in, func(r *request, h *fileHandle, l nlm.Lock) error {
 		ctx, done := lockContext(r, nil)
 		defer done()
 		holder, held, err := fs.opts.Locks.Test(ctx, h.cred, h.ino.fh, l)
@@ -47,7 +48,7 @@ func (fs *FS) GetLk(cancel <-chan struct{}, in *fuse.LkIn, out *fuse.LkOut) fuse
 
 // SetLk handles fcntl(2) with F_SETLK and flock(2) with LOCK_NB.
 func (fs *FS) SetLk(cancel <-chan struct{}, in *fuse.LkIn) fuse.Status {
-	return fs.lockRequest(OpSetLock, cancel, in, func(r *request, h *fileHandle, l nlm.Lock) error {
+	return fs.lockRequest(kernel.OpSetLk, cancel, in, func(r *request, h *fileHandle, l nlm.Lock) error {
 		ctx, done := lockContext(r, nil)
 		defer done()
 		if in.Lk.Typ == syscall.F_UNLCK {
@@ -64,7 +65,7 @@ func (fs *FS) SetLk(cancel <-chan struct{}, in *fuse.LkIn) fuse.Status {
 // SetLkw handles fcntl(2) with F_SETLKW and flock(2). Any signal ends it; the kernel restarts the
 // system call where the program asked for that.
 func (fs *FS) SetLkw(cancel <-chan struct{}, in *fuse.LkIn) fuse.Status {
-	return fs.lockRequest(OpSetLockWait, cancel, in, func(r *request, h *fileHandle, l nlm.Lock) error {
+	return fs.lockRequest(kernel.OpSetLkw, cancel, in, func(r *request, h *fileHandle, l nlm.Lock) error {
 		ctx, done := lockContext(r, cancel)
 		defer done()
 		if in.Lk.Typ == syscall.F_UNLCK {
@@ -74,7 +75,7 @@ func (fs *FS) SetLkw(cancel <-chan struct{}, in *fuse.LkIn) fuse.Status {
 	})
 }
 
-func (fs *FS) lockRequest(op Op, cancel <-chan struct{}, in *fuse.LkIn,
+func (fs *FS) lockRequest(op kernel.Op, cancel <-chan struct{}, in *fuse.LkIn,
 	do func(*request, *fileHandle, nlm.Lock) error) fuse.Status {
 	if fs.opts.Locks == nil {
 		return fuse.ENOSYS

@@ -7,12 +7,13 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // Lookup finds a name in a directory.
 func (fs *FS) Lookup(cancel <-chan struct{}, h *fuse.InHeader, name string, out *fuse.EntryOut) fuse.Status {
-	return fs.onNode(OpLookup, cancel, h, func(r *request, dir *inode) error {
+	return fs.onNode(kernel.OpLookup, cancel, h, func(r *request, dir *inode) error {
 		if !fs.users.Admit(h.Uid, r.Done()) {
 			return syscall.EINTR
 		}
@@ -241,7 +242,7 @@ func (fs *FS) nameMade(dir *inode, name string, wcc *nfs.Change, start uint64) (
 
 // Mkdir handles mkdir(2).
 func (fs *FS) Mkdir(cancel <-chan struct{}, in *fuse.MkdirIn, name string, out *fuse.EntryOut) fuse.Status {
-	return fs.onNode(OpMkdir, cancel, &in.InHeader, func(r *request, dir *inode) error {
+	return fs.onNode(kernel.OpMkdir, cancel, &in.InHeader, func(r *request, dir *inode) error {
 		set := fs.newMode(r, dir, in.Mode, in.Umask)
 		_, err := fs.createEntry(r, dir, name, nfs.Directory, out, func() (nfs.CreateResult, error) {
 			return fs.server.Mkdir(r, r.cred, dir.fh, name, set)
@@ -252,7 +253,7 @@ func (fs *FS) Mkdir(cancel <-chan struct{}, in *fuse.MkdirIn, name string, out *
 
 // Mknod handles mknod(2), including regular files.
 func (fs *FS) Mknod(cancel <-chan struct{}, in *fuse.MknodIn, name string, out *fuse.EntryOut) fuse.Status {
-	return fs.onNode(OpMknod, cancel, &in.InHeader, func(r *request, dir *inode) error {
+	return fs.onNode(kernel.OpMknod, cancel, &in.InHeader, func(r *request, dir *inode) error {
 		return fs.mknod(r, dir, in, name, out)
 	})
 }
@@ -285,7 +286,7 @@ func (fs *FS) mknod(r *request, dir *inode, in *fuse.MknodIn, name string, out *
 // Symlink handles symlink(2).
 func (fs *FS) Symlink(cancel <-chan struct{}, h *fuse.InHeader, target, name string, out *fuse.EntryOut) fuse.Status {
 	set := modeOnly(0o777) // the mode that lstat(2) shows for symbolic links on all file systems
-	return fs.onNode(OpSymlink, cancel, h, func(r *request, dir *inode) error {
+	return fs.onNode(kernel.OpSymlink, cancel, h, func(r *request, dir *inode) error {
 		_, err := fs.createEntry(r, dir, name, nfs.Symlink, out, func() (nfs.CreateResult, error) {
 			return fs.server.Symlink(r, r.cred, dir.fh, name, target, set)
 		})
@@ -295,11 +296,11 @@ func (fs *FS) Symlink(cancel <-chan struct{}, h *fuse.InHeader, target, name str
 
 // Link handles link(2).
 func (fs *FS) Link(cancel <-chan struct{}, in *fuse.LinkIn, name string, out *fuse.EntryOut) fuse.Status {
-	r := fs.begin(OpLink, cancel, &in.InHeader)
+	r := fs.begin(kernel.OpLink, cancel, &in.InHeader)
 	if err := r.earlierError(); err != nil {
-		return fs.end(OpLink, r, err)
+		return fs.end(kernel.OpLink, r, err)
 	}
-	return fs.end(OpLink, r, fs.link(r, in, name, out))
+	return fs.end(kernel.OpLink, r, fs.link(r, in, name, out))
 }
 
 func (fs *FS) link(r *request, in *fuse.LinkIn, name string, out *fuse.EntryOut) error {

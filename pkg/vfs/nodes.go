@@ -8,6 +8,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
@@ -15,7 +16,7 @@ import (
 // therefore sends a request only when this time is over, or when a change has invalidated the
 // cached attributes.
 func (fs *FS) GetAttr(cancel <-chan struct{}, in *fuse.GetAttrIn, out *fuse.AttrOut) fuse.Status {
-	return fs.onNode(OpGetAttr, cancel, &in.InHeader, func(r *request, ino *inode) error {
+	return fs.onNode(kernel.OpGetAttr, cancel, &in.InHeader, func(r *request, ino *inode) error {
 		err := fs.getattr(r, ino, out)
 		// open(2) asks for attributes to check rights. Pid 0 stands for all callers of other PID
 		// namespaces.
@@ -64,7 +65,7 @@ func (fs *FS) fillAttrOut(ino *inode, a *nfs.Attr, cacheable bool, out *fuse.Att
 
 // SetAttr handles chmod(2), chown(2), utimensat(2) and truncate(2).
 func (fs *FS) SetAttr(cancel <-chan struct{}, in *fuse.SetAttrIn, out *fuse.AttrOut) fuse.Status {
-	return fs.onNode(OpSetAttr, cancel, &in.InHeader, func(r *request, ino *inode) error {
+	return fs.onNode(kernel.OpSetAttr, cancel, &in.InHeader, func(r *request, ino *inode) error {
 		return fs.setattr(r, ino, in, out)
 	})
 }
@@ -195,7 +196,7 @@ func timeHow(valid, bit, now uint32, sec uint64, nsec uint32) (nfs.TimeHow, nfs.
 
 // Access handles access(2) where the kernel does not check permissions itself.
 func (fs *FS) Access(cancel <-chan struct{}, in *fuse.AccessIn) fuse.Status {
-	return fs.onNode(OpAccess, cancel, &in.InHeader, func(r *request, ino *inode) error {
+	return fs.onNode(kernel.OpAccess, cancel, &in.InHeader, func(r *request, ino *inode) error {
 		return fs.access(r, ino, in.Mask)
 	})
 }
@@ -254,7 +255,7 @@ func (fs *FS) askRights(ctx context.Context, ino *inode, call func() (nfs.OpenRe
 // Readlink handles readlink(2).
 func (fs *FS) Readlink(cancel <-chan struct{}, h *fuse.InHeader) ([]byte, fuse.Status) {
 	var path []byte
-	status := fs.onNode(OpReadlink, cancel, h, func(r *request, ino *inode) (err error) {
+	status := fs.onNode(kernel.OpReadlink, cancel, h, func(r *request, ino *inode) (err error) {
 		path, err = fs.readlink(r, ino)
 		return err
 	})
@@ -296,7 +297,7 @@ const statfsBlock = 4096
 
 // StatFs handles statfs(2).
 func (fs *FS) StatFs(cancel <-chan struct{}, h *fuse.InHeader, out *fuse.StatfsOut) fuse.Status {
-	return fs.onNode(OpStatFs, cancel, h, func(r *request, ino *inode) error { return fs.statfs(r, ino, out) })
+	return fs.onNode(kernel.OpStatFs, cancel, h, func(r *request, ino *inode) error { return fs.statfs(r, ino, out) })
 }
 
 func (fs *FS) statfs(r *request, ino *inode, out *fuse.StatfsOut) error {

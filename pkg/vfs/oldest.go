@@ -3,12 +3,13 @@ package vfs
 import (
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 )
 
 // A Waiting is a request without reply.
 type Waiting struct {
-	Op    Op
+	Op    kernel.Op
 	Owner Owner
 	Age   time.Duration
 }
@@ -22,7 +23,7 @@ func (fs *FS) Oldest() (oldest Waiting, ok bool) {
 	defer w.mu.Unlock()
 	var first *request
 	for _, r := range w.active {
-		if r.op != OpSetLockWait && (first == nil || r.began < first.began) {
+		if r.op != kernel.OpSetLkw && (first == nil || r.began < first.began) {
 			first = r
 		}
 	}

@@ -6,6 +6,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
@@ -78,7 +79,7 @@ func (t *target) reset() {
 // ReadTo handles read(2) and page reads. It returns fewer bytes than requested only at the end of
 // the file, because the kernel takes a short reply for the end.
 func (fs *FS) ReadTo(cancel <-chan struct{}, in *fuse.ReadIn, place [][]byte) (int, fuse.ReadResult, fuse.Status) {
-	r := fs.begin(OpRead, cancel, &in.InHeader)
+	r := fs.begin(kernel.OpRead, cancel, &in.InHeader)
 	t := &r.target
 	if fs.opts.ReadInPlace {
 		t.all = place
@@ -92,7 +93,7 @@ func (fs *FS) ReadTo(cancel <-chan struct{}, in *fuse.ReadIn, place [][]byte) (i
 	if err == nil {
 		r.moved = n
 	}
-	status := fs.end(OpRead, r, err)
+	status := fs.end(kernel.OpRead, r, err)
 	if status != fuse.OK {
 		return 0, nil, status
 	}

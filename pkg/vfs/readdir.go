@@ -7,6 +7,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -58,7 +59,7 @@ type dirEntry struct {
 
 // OpenDir handles opendir(3).
 func (fs *FS) OpenDir(cancel <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut) fuse.Status {
-	return fs.onNode(OpOpenDir, cancel, &in.InHeader, func(r *request, ino *inode) error {
+	return fs.onNode(kernel.OpOpenDir, cancel, &in.InHeader, func(r *request, ino *inode) error {
 		return fs.openDir(r, ino, out)
 	})
 }
@@ -113,21 +114,21 @@ func (fs *FS) ReleaseDir(in *fuse.ReleaseIn) {
 // FsyncDir handles fsync(2) of a directory. FsyncDir does nothing: an NFSv3 server replies to
 // directory changes after they are stable (RFC 1813 §1.7).
 func (fs *FS) FsyncDir(cancel <-chan struct{}, in *fuse.FsyncIn) fuse.Status {
-	fs.Counters.Ops[OpFsyncDir].Add(1)
+	fs.Counters.Ops[kernel.OpFsyncDir].Add(1)
 	return fuse.OK
 }
 
 // ReadDir handles getdents(2) and returns names.
 func (fs *FS) ReadDir(cancel <-chan struct{}, in *fuse.ReadIn, out *fuse.DirEntryList) fuse.Status {
-	r := fs.begin(OpReadDir, cancel, &in.InHeader)
-	return fs.end(OpReadDir, r, fs.readDir(r, in, false, func(_ *dirHandle, e *dirEntry) bool {
+	r := fs.begin(kernel.OpReadDir, cancel, &in.InHeader)
+	return fs.end(kernel.OpReadDir, r, fs.readDir(r, in, false, func(_ *dirHandle, e *dirEntry) bool {
 		return out.AddDirEntry(e.fuseEntry())
 	}))
 }
 
 // ReadDirPlus handles getdents(2) and returns names with the result of a lookup for each.
 func (fs *FS) ReadDirPlus(cancel <-chan struct{}, in *fuse.ReadIn, out *fuse.DirEntryList) fuse.Status {
-	r := fs.begin(OpReadDirPlus, cancel, &in.InHeader)
+	r := fs.begin(kernel.OpReadDirPlus, cancel, &in.InHeader)
 	var listed []*inode // whose ACLs will be needed
 	var dir *dirHandle
 	wantACLs := false
@@ -147,7 +148,7 @@ func (fs *FS) ReadDirPlus(cancel <-chan struct{}, in *fuse.ReadIn, out *fuse.Dir
 	if len(listed) > 0 {
 		fs.fetchACLs(dir.cred, listed)
 	}
-	return fs.end(OpReadDirPlus, r, err)
+	return fs.end(kernel.OpReadDirPlus, r, err)
 }
 
 func (e *dirEntry) fuseEntry() fuse.DirEntry {

@@ -7,6 +7,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
@@ -43,7 +44,7 @@ func (ino *inode) takeSillyName() *sillyName {
 
 // Unlink handles unlink(2).
 func (fs *FS) Unlink(cancel <-chan struct{}, h *fuse.InHeader, name string) fuse.Status {
-	return fs.onNode(OpUnlink, cancel, h, func(r *request, dir *inode) error { return fs.unlink(r, dir, name) })
+	return fs.onNode(kernel.OpUnlink, cancel, h, func(r *request, dir *inode) error { return fs.unlink(r, dir, name) })
 }
 
 func (fs *FS) unlink(r *request, dir *inode, name string) error {
@@ -186,7 +187,7 @@ func (fs *FS) removeRPC(ctx context.Context, cred []byte, dir *inode, name strin
 
 // Rmdir handles rmdir(2).
 func (fs *FS) Rmdir(cancel <-chan struct{}, h *fuse.InHeader, name string) fuse.Status {
-	return fs.onNode(OpRmdir, cancel, h, func(r *request, dir *inode) error { return fs.rmdir(r, dir, name) })
+	return fs.onNode(kernel.OpRmdir, cancel, h, func(r *request, dir *inode) error { return fs.rmdir(r, dir, name) })
 }
 
 func (fs *FS) rmdir(r *request, dir *inode, name string) error {
@@ -225,11 +226,11 @@ func (fs *FS) rmdirRPC(r *request, dir *inode, name string) error {
 
 // Rename handles rename(2). NFSv3 supports none of the flags of renameat2(2).
 func (fs *FS) Rename(cancel <-chan struct{}, in *fuse.RenameIn, oldName, newName string) fuse.Status {
-	r := fs.begin(OpRename, cancel, &in.InHeader)
+	r := fs.begin(kernel.OpRename, cancel, &in.InHeader)
 	if err := r.earlierError(); err != nil {
-		return fs.end(OpRename, r, err)
+		return fs.end(kernel.OpRename, r, err)
 	}
-	return fs.end(OpRename, r, fs.rename(r, in, oldName, newName))
+	return fs.end(kernel.OpRename, r, fs.rename(r, in, oldName, newName))
 }
 
 func (fs *FS) rename(r *request, in *fuse.RenameIn, oldName, newName string) error {

@@ -35,7 +35,7 @@ type request struct {
 	target target        // of a READ
 
 	// Guarded by interrupts.mu: what begin sets.
-	op    Op
+	op    kernel.Op
 	began ledger.Time
 
 	done  chan struct{}
@@ -81,7 +81,7 @@ type interrupts struct {
 	pool    []*request
 }
 
-func (w *interrupts) begin(op Op, cancel <-chan struct{}, pid uint32) *request {
+func (w *interrupts) begin(op kernel.Op, cancel <-chan struct{}, pid uint32) *request {
 	now := ledger.Now()
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -296,7 +296,7 @@ func statusField(status []byte, name string) ([]byte, bool) {
 }
 
 // begin counts a request, starts its timer, and finds the caller's credential.
-func (fs *FS) begin(op Op, cancel <-chan struct{}, h *fuse.InHeader) *request {
+func (fs *FS) begin(op kernel.Op, cancel <-chan struct{}, h *fuse.InHeader) *request {
 	fs.checkFailed()
 	fs.Counters.Ops[op].Add(1)
 	r := fs.interrupts.begin(op, cancel, h.Pid)
@@ -324,9 +324,9 @@ func (fs *FS) begin(op Op, cancel <-chan struct{}, h *fuse.InHeader) *request {
 
 // usesOpenCred reports whether the calls of a request use only the credential of the open file. The
 // kernel's requests to write pages have no caller.
-func usesOpenCred(op Op) bool {
+func usesOpenCred(op kernel.Op) bool {
 	switch op {
-	case OpRead, OpWrite, OpFlush, OpFsync, OpReadDir, OpReadDirPlus:
+	case kernel.OpRead, kernel.OpWrite, kernel.OpFlush, kernel.OpFsync, kernel.OpReadDir, kernel.OpReadDirPlus:
 		return true
 	}
 	return false
@@ -334,7 +334,8 @@ func usesOpenCred(op Op) bool {
 
 // onNode handles a request for the node of h: onNode runs do between begin and end. The status is
 // ESTALE when the node is not in the inode table.
-func (fs *FS) onNode(op Op, cancel <-chan struct{}, h *fuse.InHeader, do func(*request, *inode) error) fuse.Status {
+func (fs *FS) onNode(op kernel.Op, cancel <-chan struct{}, h *fuse.InHeader,
+	do func(*request, *inode) error) fuse.Status {
 	r := fs.begin(op, cancel, h)
 	ino := fs.inodes.get(h.NodeId)
 	if ino == nil {
@@ -347,7 +348,7 @@ func (fs *FS) onNode(op Op, cancel <-chan struct{}, h *fuse.InHeader, do func(*r
 }
 
 // end finishes r and returns the status for the kernel.
-func (fs *FS) end(op Op, r *request, err error) fuse.Status {
+func (fs *FS) end(op kernel.Op, r *request, err error) fuse.Status {
 	status := toStatus(err)
 	switch {
 	case status != fuse.EINTR:

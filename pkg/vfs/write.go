@@ -8,6 +8,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 )
@@ -142,7 +143,7 @@ func (h *fileHandle) reportedBefore(r *request) error {
 
 // Write takes data from the kernel: from write(2), and from pages written through a mapping.
 func (fs *FS) Write(cancel <-chan struct{}, in *fuse.WriteIn, data []byte) (uint32, fuse.Status) {
-	r := fs.begin(OpWrite, cancel, &in.InHeader)
+	r := fs.begin(kernel.OpWrite, cancel, &in.InHeader)
 	r.target.one[0] = data
 	return fs.endWrite(r, in, r.target.one[:])
 }
@@ -152,7 +153,7 @@ func (fs *FS) endWrite(r *request, in *fuse.WriteIn, data pieces) (uint32, fuse.
 	r.target.one[0] = nil
 	r.moved = n
 	fs.Counters.WrittenBytes.Add(uint64(n))
-	return uint32(n), fs.end(OpWrite, r, err)
+	return uint32(n), fs.end(kernel.OpWrite, r, err)
 }
 
 func (fs *FS) write(r *request, in *fuse.WriteIn, data pieces) (int, error) {
