@@ -95,7 +95,7 @@ func TestTagFollowsTheRequest(t *testing.T) {
 	for i, tag := range []any{"a", nil, "b", nil} {
 		next = tag
 		h.Unique += 2
-		r := fs.begin(kernel.OpRead, nil, &h)
+		r := fs.begin(&kernel.Request{Op: kernel.OpRead, Header: &h})
 		ctx, cancel := context.WithCancel(r)
 		if got, ok := TagOf(ctx); got != tag || !ok {
 			t.Errorf("tag of an RPC: got %v, %v, want %v", got, ok, tag)
@@ -105,7 +105,7 @@ func TestTagFollowsTheRequest(t *testing.T) {
 			t.Errorf("bytes of a new request: got %d, want 0", r.moved)
 		}
 		r.moved = i
-		fs.end(kernel.OpRead, r, nil)
+		fs.end(r, nil)
 		fs.Replied(h.Unique, ledger.Now())
 		if ended != tag || bytes != i {
 			t.Errorf("ended request: got tag %v and %d bytes, want %v and %d", ended, bytes, tag, i)
@@ -127,14 +127,14 @@ func TestEndedDoesNotAllocate(t *testing.T) {
 	var rpc ledger.Times
 	if n := testing.AllocsPerRun(1000, func() {
 		h.Unique += 2
-		r := fs.begin(kernel.OpRead, nil, &h)
+		r := fs.begin(&kernel.Request{Op: kernel.OpRead, Header: &h})
 		rpc.Begin(ledger.Now())
 		rpc.Mark(ledger.PhaseServer, ledger.Now())
 		AddCall(r, &rpc)
 		if tag, ok := TagOf(r); tag != nil || !ok {
 			t.Errorf("tag: got %v, %v, want nil of a request", tag, ok)
 		}
-		fs.end(kernel.OpRead, r, nil)
+		fs.end(r, nil)
 		fs.Replied(h.Unique, ledger.Now())
 	}); n != 0 {
 		t.Errorf("allocations per request: got %v, want 0", n)
@@ -146,7 +146,7 @@ func TestEndedDoesNotAllocate(t *testing.T) {
 		t.Errorf("got %d calls of Ended and %d requests left, want 1001 and 0", ended, len(fs.interrupts.ended))
 	}
 	for range 2 * maxEnded {
-		fs.end(kernel.OpRead, fs.begin(kernel.OpRead, nil, &h), nil)
+		fs.end(fs.begin(&kernel.Request{Op: kernel.OpRead, Header: &h}), nil)
 	}
 	if n := len(fs.interrupts.ended); n != maxEnded {
 		t.Errorf("requests without Replied that are kept: got %d, want %d", n, maxEnded)

@@ -148,12 +148,9 @@ func DefaultOptions() Options {
 		AcDirMax: 60 * time.Second, DirtyExpire: DefaultDirtyExpire}
 }
 
-// An FS is one NFSv3 file system for one mount. FS implements fuse.RawFileSystem. The kernel calls
+// An FS is one NFSv3 file system for one mount. FS implements kernel.FileSystem. The kernel calls
 // the methods of an FS concurrently.
 type FS struct {
-	// RawFileSystem returns ENOSYS for operations that NFSv3 does not have, for example fallocate.
-	fuse.RawFileSystem
-
 	// Counters is safe to read at any time.
 	Counters Counters
 
@@ -215,7 +212,7 @@ func New(ctx context.Context, server nfs.Server, root nfs.Handle, opts Options) 
 	if err := opts.setDefaults(); err != nil {
 		return nil, err
 	}
-	fs := &FS{RawFileSystem: fuse.NewDefaultRawFileSystem(), server: server, opts: opts, state: opts.State,
+	fs := &FS{server: server, opts: opts, state: opts.State,
 		buffers: opts.Buffers, writeSlots: make(chan struct{}, opts.MaxWrites), aborted: make(chan struct{}),
 		closed: make(chan struct{})}
 	fs.busy = nfs.BusyPolicy{Timeout: opts.BusyTimeout, Retries: &fs.Counters.JukeboxRetries}
@@ -372,12 +369,6 @@ func (fs *FS) Close(ctx context.Context) {
 	}
 }
 
-// String returns the name of the file system in go-fuse's messages.
-func (fs *FS) String() string { return "nfsrdma" }
-
-// SetDebug does nothing. go-fuse requires it.
-func (fs *FS) SetDebug(bool) {}
-
 // Disconnected ends the requests in progress after the kernel has ended the connection.
 func (fs *FS) Disconnected() { fs.interrupts.disconnect() }
 
@@ -414,10 +405,10 @@ func (fs *FS) Forget(id, nlookup uint64) {
 func (fs *FS) releaseAll(ino *inode) {
 	files, dirs := fs.forgottenHandles(ino)
 	for _, id := range files {
-		fs.Release(nil, &fuse.ReleaseIn{Fh: id})
+		fs.releaseFile(id)
 	}
 	for _, id := range dirs {
-		fs.ReleaseDir(&fuse.ReleaseIn{Fh: id})
+		fs.releaseDir(id)
 	}
 }
 

@@ -24,8 +24,8 @@ type handleLocks struct {
 }
 
 // GetLk handles fcntl(2) with F_GETLK.
-func (fs *FS) GetLk(cancel <-chan struct{}, in *fuse.LkIn, out *fuse.LkOut) fuse.Status {
-	return fs.lockRequest(kernel.OpGetLk, cancel, in, func(r *request, h *fileHandle, l nlm.Lock) error {
+func (fs *FS) GetLk(k *kernel.Request, in *fuse.LkIn, out *fuse.LkOut) fuse.Status {
+	return fs.lockRequest(k, in, func(r *request, h *fileHandle, l nlm.Lock) error {
 		ctx, done := lockContext(r, nil)
 		defer done()
 		holder, held, err := fs.opts.Locks.Test(ctx, h.cred, h.ino.fh, l)
@@ -47,8 +47,8 @@ func (fs *FS) GetLk(cancel <-chan struct{}, in *fuse.LkIn, out *fuse.LkOut) fuse
 }
 
 // SetLk handles fcntl(2) with F_SETLK and flock(2) with LOCK_NB.
-func (fs *FS) SetLk(cancel <-chan struct{}, in *fuse.LkIn) fuse.Status {
-	return fs.lockRequest(kernel.OpSetLk, cancel, in, func(r *request, h *fileHandle, l nlm.Lock) error {
+func (fs *FS) SetLk(k *kernel.Request, in *fuse.LkIn) fuse.Status {
+	return fs.lockRequest(k, in, func(r *request, h *fileHandle, l nlm.Lock) error {
 		ctx, done := lockContext(r, nil)
 		defer done()
 		if in.Lk.Typ == syscall.F_UNLCK {
@@ -64,9 +64,9 @@ func (fs *FS) SetLk(cancel <-chan struct{}, in *fuse.LkIn) fuse.Status {
 
 // SetLkw handles fcntl(2) with F_SETLKW and flock(2). Any signal ends it; the kernel restarts the
 // system call where the program asked for that.
-func (fs *FS) SetLkw(cancel <-chan struct{}, in *fuse.LkIn) fuse.Status {
-	return fs.lockRequest(kernel.OpSetLkw, cancel, in, func(r *request, h *fileHandle, l nlm.Lock) error {
-		ctx, done := lockContext(r, cancel)
+func (fs *FS) SetLkw(k *kernel.Request, in *fuse.LkIn) fuse.Status {
+	return fs.lockRequest(k, in, func(r *request, h *fileHandle, l nlm.Lock) error {
+		ctx, done := lockContext(r, k.Interrupted())
 		defer done()
 		if in.Lk.Typ == syscall.F_UNLCK {
 			return fs.unlock(ctx, r, h, &l)
@@ -75,15 +75,15 @@ func (fs *FS) SetLkw(cancel <-chan struct{}, in *fuse.LkIn) fuse.Status {
 	})
 }
 
-func (fs *FS) lockRequest(op kernel.Op, cancel <-chan struct{}, in *fuse.LkIn,
+func (fs *FS) lockRequest(k *kernel.Request, in *fuse.LkIn,
 	do func(*request, *fileHandle, nlm.Lock) error) fuse.Status {
 	if fs.opts.Locks == nil {
 		return fuse.ENOSYS
 	}
-	r := fs.begin(op, cancel, &in.InHeader)
+	r := fs.begin(k)
 	h := fs.file(in.Fh)
 	if h == nil {
-		return fs.end(op, r, syscall.EBADF)
+		return fs.end(r, syscall.EBADF)
 	}
 	l := nlm.Lock{Start: in.Lk.Start, End: in.Lk.End, Exclusive: in.Lk.Typ == syscall.F_WRLCK, PID: in.Lk.Pid,
 		Open: h.id, Owner: nlm.Owner{Kind: nlm.Posix, ID: in.Owner}}
@@ -91,9 +91,9 @@ func (fs *FS) lockRequest(op kernel.Op, cancel <-chan struct{}, in *fuse.LkIn,
 		l.Owner.Kind = nlm.Flock
 	}
 	if l.End > rangelock.MaxOffset || l.Start > l.End {
-		return fs.end(op, r, syscall.EINVAL)
+		return fs.end(r, syscall.EINVAL)
 	}
-	return fs.end(op, r, do(r, h, l))
+	return fs.end(r, do(r, h, l))
 }
 
 // lockContext returns a context that ends with r and, if cancel is not nil, with any signal. The

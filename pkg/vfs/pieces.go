@@ -1,11 +1,5 @@
 package vfs
 
-import (
-	"github.com/hanwen/go-fuse/v2/fuse"
-
-	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
-)
-
 // pieces are memory for the data of a READ or WRITE, in order. A guest can change this memory at
 // any time. vfs only writes to that of a READ, and copies the data of a WRITE before it looks at
 // it.
@@ -53,11 +47,6 @@ func (p pieces) zero(from, to int) {
 			return
 		}
 	}
-}
-
-// Writev is Write for data in several pieces. A guest can change the data meanwhile.
-func (fs *FS) Writev(cancel <-chan struct{}, in *fuse.WriteIn, data [][]byte) (uint32, fuse.Status) {
-	return fs.endWrite(fs.begin(kernel.OpWrite, cancel, &in.InHeader), in, data)
 }
 
 // bufferPieces is buffer for the first size bytes of data.

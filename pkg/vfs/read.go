@@ -78,8 +78,8 @@ func (t *target) reset() {
 
 // ReadTo handles read(2) and page reads. It returns fewer bytes than requested only at the end of
 // the file, because the kernel takes a short reply for the end.
-func (fs *FS) ReadTo(cancel <-chan struct{}, in *fuse.ReadIn, place [][]byte) (int, fuse.ReadResult, fuse.Status) {
-	r := fs.begin(kernel.OpRead, cancel, &in.InHeader)
+func (fs *FS) ReadTo(k *kernel.Request, in *fuse.ReadIn, place [][]byte) (int, fuse.ReadResult, fuse.Status) {
+	r := fs.begin(k)
 	t := &r.target
 	if fs.opts.ReadInPlace {
 		t.all = place
@@ -93,7 +93,7 @@ func (fs *FS) ReadTo(cancel <-chan struct{}, in *fuse.ReadIn, place [][]byte) (i
 	if err == nil {
 		r.moved = n
 	}
-	status := fs.end(kernel.OpRead, r, err)
+	status := fs.end(r, err)
 	if status != fuse.OK {
 		return 0, nil, status
 	}

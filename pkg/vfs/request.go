@@ -296,10 +296,11 @@ func statusField(status []byte, name string) ([]byte, bool) {
 }
 
 // begin counts a request, starts its timer, and finds the caller's credential.
-func (fs *FS) begin(op kernel.Op, cancel <-chan struct{}, h *fuse.InHeader) *request {
+func (fs *FS) begin(k *kernel.Request) *request {
 	fs.checkFailed()
-	fs.Counters.Ops[op].Add(1)
-	r := fs.interrupts.begin(op, cancel, h.Pid)
+	fs.Counters.Ops[k.Op].Add(1)
+	h := k.Header
+	r := fs.interrupts.begin(k.Op, k.Interrupted(), h.Pid)
 	r.times.Begin(r.began)
 	r.calls, r.moved, r.unique = 0, 0, kernel.Unique(h)
 	if fs.opts.Tag != nil {
@@ -310,7 +311,7 @@ func (fs *FS) begin(op kernel.Op, cancel <-chan struct{}, h *fuse.InHeader) *req
 		pid = 0
 	}
 	r.setOwner(pid, h.Uid)
-	if !usesOpenCred(op) {
+	if !usesOpenCred(k.Op) {
 		r.cred = fs.creds.of(h.Uid, h.Gid, h.Pid)
 	}
 	if fs.state != nil {
@@ -332,24 +333,20 @@ func usesOpenCred(op kernel.Op) bool {
 	return false
 }
 
-// onNode handles a request for the node of h: onNode runs do between begin and end. The status is
-// ESTALE when the node is not in the inode table.
-func (fs *FS) onNode(op kernel.Op, cancel <-chan struct{}, h *fuse.InHeader,
-	do func(*request, *inode) error) fuse.Status {
-	r := fs.begin(op, cancel, h)
-	ino := fs.inodes.get(h.NodeId)
+// onNode is begin for a request that names a node. The error is ESTALE when the node is not in the
+// inode table, and the error of an earlier process if that has ended the request.
+func (fs *FS) onNode(k *kernel.Request) (*request, *inode, error) {
+	r := fs.begin(k)
+	ino := fs.inodes.get(k.Header.NodeId)
 	if ino == nil {
-		return fs.end(op, r, syscall.ESTALE)
+		return r, nil, syscall.ESTALE
 	}
-	if err := r.earlierError(); err != nil {
-		return fs.end(op, r, err)
-	}
-	return fs.end(op, r, do(r, ino))
+	return r, ino, r.earlierError()
 }
 
 // end finishes r and returns the status for the kernel.
-func (fs *FS) end(op kernel.Op, r *request, err error) fuse.Status {
-	status := toStatus(err)
+func (fs *FS) end(r *request, err error) fuse.Status {
+	op, status := r.op, toStatus(err)
 	switch {
 	case status != fuse.EINTR:
 	case fs.isAborted():

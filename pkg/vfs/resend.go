@@ -204,7 +204,7 @@ func (fs *FS) claim(r *request) {
 
 // closeUnknown closes a file or directory of which the kernel has not got the number.
 func (fs *FS) closeUnknown(id uint64) {
-	fs.ReleaseDir(&fuse.ReleaseIn{Fh: id})
+	fs.releaseDir(id)
 	fs.handles.Lock()
 	h := fs.handles.files[id]
 	delete(fs.handles.files, id)

@@ -142,18 +142,12 @@ func (h *fileHandle) reportedBefore(r *request) error {
 }
 
 // Write takes data from the kernel: from write(2), and from pages written through a mapping.
-func (fs *FS) Write(cancel <-chan struct{}, in *fuse.WriteIn, data []byte) (uint32, fuse.Status) {
-	r := fs.begin(kernel.OpWrite, cancel, &in.InHeader)
-	r.target.one[0] = data
-	return fs.endWrite(r, in, r.target.one[:])
-}
-
-func (fs *FS) endWrite(r *request, in *fuse.WriteIn, data pieces) (uint32, fuse.Status) {
+func (fs *FS) Write(k *kernel.Request, in *fuse.WriteIn, data [][]byte) (uint32, fuse.Status) {
+	r := fs.begin(k)
 	n, err := fs.write(r, in, data)
-	r.target.one[0] = nil
 	r.moved = n
 	fs.Counters.WrittenBytes.Add(uint64(n))
-	return uint32(n), fs.end(kernel.OpWrite, r, err)
+	return uint32(n), fs.end(r, err)
 }
 
 func (fs *FS) write(r *request, in *fuse.WriteIn, data pieces) (int, error) {

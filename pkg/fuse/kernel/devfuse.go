@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"runtime"
 	"sync"
@@ -134,8 +135,8 @@ func Unique(h *fuse.InHeader) uint64 { return h.Unique &^ resent }
 func newDevFuse(dev *Device, fs FileSystem, opts Options) *DevFuse {
 	page := os.Getpagesize()
 	bufSize := max(opts.MaxWrite+int(unsafe.Sizeof(fuse.WriteIn{})), minReadBuffer)
-	s := &DevFuse{Handler: NewHandler(fs, opts), dev: dev,
-		bufSize: (bufSize + page - 1) / page * page}
+	s := &DevFuse{Handler: NewHandler(fs, opts), dev: dev, bufSize: (bufSize + page - 1) / page * page}
+	s.poll = true
 	s.start = s.work
 	s.readers.max = min(max(runtime.GOMAXPROCS(0), 2), maxWaiting)
 	return s
@@ -179,15 +180,15 @@ func (s *DevFuse) Serve() {
 
 // A worker is one goroutine that reads requests and handles them, one after the other.
 type worker struct {
-	s     *DevFuse
-	call  *Call
-	iov   []unix.Iovec
-	small [smallRequest / 8]uint64 // the request, if it is small
+	s       *DevFuse
+	request *Request
+	iov     []unix.Iovec
+	small   [smallRequest / 8]uint64 // the request, if it is small
 }
 
 func (s *DevFuse) newWorker() *worker {
 	w := &worker{s: s}
-	w.call = s.NewCall(w)
+	w.request = s.NewRequest(w)
 	return w
 }
 
@@ -240,14 +241,14 @@ func (s *DevFuse) work() {
 				in = bytesOf(&w.small)[:copy(bytesOf(&w.small), buf[:n])]
 			}
 			s.endRead(buf, replace)
-			w.call.Handle(in, received)
+			w.request.Handle(Message{In: in, Received: received})
 			if kept != nil {
 				s.requests.done(kept)
 			}
 			continue
 		}
 		s.endRead(nil, replace)
-		w.call.Handle(buf[:n], received)
+		w.request.Handle(Message{In: buf[:n], Received: received})
 		s.readers.Lock()
 		s.addFree(buf)
 		s.readers.Unlock()
@@ -348,14 +349,14 @@ func (s *DevFuse) retry(err error) bool {
 	return true
 }
 
+// Room returns a size that no reply exceeds.
+func (w *worker) Room() int { return math.MaxInt }
+
 // Place returns nil: writev(2) copies the data from the memory of the file system to the kernel.
 func (w *worker) Place(int) [][]byte { return nil }
 
-// SendPlaced is not called, because there is no memory of Place.
-func (w *worker) SendPlaced([]byte, int) { panic("kernel: reply with data that has no place") }
-
-// Send sends a reply: a header, and data that may be empty.
-func (w *worker) Send(reply []byte, data [][]byte) {
+// Send sends a reply: a header, and data that may be empty. No data is in memory of Place.
+func (w *worker) Send(reply []byte, data [][]byte, _ int) {
 	if w.s.requests != nil {
 		unique := binary.NativeEndian.Uint64(reply[8:])
 		if isInterruptRetry(reply) {
@@ -401,7 +402,10 @@ func appendIovec(iov []unix.Iovec, b []byte) []unix.Iovec {
 	return append(iov, v)
 }
 
+// header returns the header of a request of at least the size of fuse.InHeader.
+func header(in []byte) *fuse.InHeader { return (*fuse.InHeader)(unsafe.Pointer(&in[0])) }
+
 func isForget(in []byte) bool {
-	op := header(in).Opcode
-	return op == opForget || op == opBatchForget
+	op := Op(header(in).Opcode)
+	return op == OpForget || op == OpBatchForget
 }

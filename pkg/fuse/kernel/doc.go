@@ -1,8 +1,7 @@
 // Package kernel connects a file system to the kernel's FUSE client.
 //
-// The package owns the connection: it reads requests, writes replies, and sends notifications.
-// go-fuse decodes the requests and calls the file system (fuse.ProtocolServer), except for the most
-// frequent operations (direct.go).
+// The package owns the connection: it reads requests, checks and decodes them, calls the file system,
+// writes replies, and sends notifications. The types of the messages are those of go-fuse.
 //
 // # Files
 //
@@ -11,11 +10,12 @@
 //	helper.go      sends notifications through a helper process
 //	helpermain.go  RunHelper: the helper process
 //	init.go        Options, INIT: versions, capabilities and limits
-//	handler.go     Handler: handles requests, whatever transports them
+//	filesystem.go  FileSystem: what the requests ask for
+//	operations.go  the table of operations: sizes, names, and methods of the FileSystem
+//	request.go     Request: one request, whatever transports it
 //	devfuse.go     DevFuse: reads requests from a Device and writes replies
 //	reqmem.go      the memory of requests, for kernels that cannot send them again
 //	interrupt.go   interrupts that come before their requests
-//	direct.go      the operations that are handled without go-fuse
 //
 // # Goroutines
 //
@@ -57,13 +57,12 @@
 //
 // A helper adds about 50 us to a notification.
 //
-// # Limits of go-fuse
+// # Checks
 //
-// fuse.ProtocolServer of go-fuse 2.12 has no notifications, does not call RawFileSystem.Init and
-// OnUnmount, cannot cancel all requests, allocates a request and a channel for each call, and copies
-// the data of a READ. This package therefore sends notifications through Device, handles INIT, calls
-// FileSystem.Disconnected, and handles LOOKUP, GETATTR, OPEN, READ, WRITE, FLUSH, RELEASE and their
-// INTERRUPTs without ProtocolServer. For these operations the package allocates nothing, except a
-// name that is not among the last ones. A test compares the replies with those of go-fuse, also for
-// invalid requests.
+// A request gets EINVAL if its sizes, strings or names are invalid, and ENOSYS if the table does not
+// have the operation. A request of a virtual machine can be anything, see package virtiofs. A panic of
+// the file system gets the status of Options.Panicked.
+//
+// The package allocates nothing for the most frequent operations, except a name that is not among the
+// last ones.
 package kernel

@@ -22,6 +22,8 @@ type Options struct {
 	Capabilities uint64
 	// XAttrs forwards the requests for extended attributes. Without it they get ENOSYS.
 	XAttrs bool
+	// ReadOnly refuses requests that change the file system, with EROFS.
+	ReadOnly bool
 	// Logger receives messages about requests. The default is the standard logger.
 	Logger *log.Logger
 	// Panicked is called with the panic of a request, and returns the status of the request.
@@ -52,7 +54,7 @@ func CanWriteback(init []byte) bool {
 // Negotiate handles the request INIT. It refuses CAP_WRITEBACK_CACHE unless CanWriteback. It
 // returns the reply also when the reply is an error. No other request may be in progress.
 func (h *Handler) Negotiate(in []byte) (reply []byte, err error) {
-	if len(in) < int(unsafe.Sizeof(fuse.InHeader{})) || header(in).Opcode != opInit {
+	if len(in) < inHeaderSize || Op(header(in).Opcode) != OpInit {
 		return nil, fmt.Errorf("request of %d bytes is no INIT", len(in))
 	}
 	h.init = bytes.Clone(in)

@@ -34,7 +34,7 @@ func TestInitReply(t *testing.T) {
 		{"short reply", 22, 1 << 20, 16, 24, func(o *fuse.InitOut) { o.Minor, o.Flags2 = 22, 0 }},
 	} {
 		in := fuse.InitIn{Major: 7, Minor: c.minor, MaxReadAhead: c.readAhead, Flags: math.MaxUint32, Flags2: math.MaxUint32}
-		in.Opcode, in.Unique = opInit, 2
+		in.Opcode, in.Unique = uint32(OpInit), 2
 		reply, err := NewHandler(newTestFS(), opts).Negotiate(bytesOf(&in)[:inHeaderSize+c.in])
 		kit.Must(t, err)
 		wanted := want
@@ -57,7 +57,7 @@ func TestWritebackNeedsDirectIO(t *testing.T) {
 		opts := options(new(logBuffer))
 		opts.Capabilities |= fuse.CAP_WRITEBACK_CACHE | fuse.CAP_DIRECT_IO_ALLOW_MMAP
 		in := fuse.InitIn{Major: 7, Minor: 45, Flags: uint32(flags) | 1<<30, Flags2: uint32(flags >> 32)}
-		in.Opcode, in.Length = opInit, uint32(unsafe.Sizeof(in))
+		in.Opcode, in.Length = uint32(OpInit), uint32(unsafe.Sizeof(in))
 		reply, err := NewHandler(newTestFS(), opts).Negotiate(bytesOf(&in))
 		kit.Must(t, err)
 		out := (*fuse.InitOut)(unsafe.Pointer(&reply[headerSize]))

@@ -56,11 +56,11 @@ const (
 
 // A testFS has a file "data", whose byte at offset i is fileByte(i), and a symbolic link "link".
 type testFS struct {
-	fuse.RawFileSystem
+	FileSystem // nil: other methods panic
 
 	// read handles READs, and lookup is called for each LOOKUP, if not nil.
-	read   func(cancel <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status)
-	lookup func(cancel <-chan struct{}, in *fuse.InHeader) fuse.Status
+	read   func(r *Request, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status)
+	lookup func(r *Request) fuse.Status
 	delay  time.Duration // of a LOOKUP
 
 	link         string
@@ -78,7 +78,7 @@ type testFS struct {
 }
 
 func newTestFS() *testFS {
-	fs := &testFS{RawFileSystem: fuse.NewDefaultRawFileSystem(), end: make(chan struct{})}
+	fs := &testFS{end: make(chan struct{})}
 	fs.mode.Store(0o644)
 	return fs
 }
@@ -97,11 +97,11 @@ func (fs *testFS) attr(node uint64, a *fuse.Attr) {
 	}
 }
 
-func (fs *testFS) Lookup(cancel <-chan struct{}, in *fuse.InHeader, name string, out *fuse.EntryOut) fuse.Status {
+func (fs *testFS) Lookup(r *Request, name string, out *fuse.EntryOut) fuse.Status {
 	fs.lookups.Add(1)
 	time.Sleep(fs.delay)
 	if fs.lookup != nil {
-		if status := fs.lookup(cancel, in); !status.Ok() {
+		if status := fs.lookup(r); !status.Ok() {
 			return status
 		}
 	}
@@ -116,27 +116,26 @@ func (fs *testFS) Lookup(cancel <-chan struct{}, in *fuse.InHeader, name string,
 	return fuse.OK
 }
 
-func (fs *testFS) GetAttr(_ <-chan struct{}, in *fuse.GetAttrIn, out *fuse.AttrOut) fuse.Status {
+func (fs *testFS) GetAttr(_ *Request, in *fuse.GetAttrIn, out *fuse.AttrOut) fuse.Status {
 	out.SetTimeout(time.Hour)
 	fs.attr(in.NodeId, &out.Attr)
 	return fuse.OK
 }
 
-func (fs *testFS) Open(_ <-chan struct{}, in *fuse.OpenIn, _ *fuse.OpenOut) fuse.Status {
+func (fs *testFS) Open(_ *Request, in *fuse.OpenIn, _ *fuse.OpenOut) fuse.Status {
 	return fuse.OK
 }
 
-func (fs *testFS) Flush(<-chan struct{}, *fuse.FlushIn) fuse.Status { return fuse.OK }
+func (fs *testFS) Flush(*Request, *fuse.FlushIn) fuse.Status     { return fuse.OK }
+func (fs *testFS) Release(*Request, *fuse.ReleaseIn) fuse.Status { return fuse.OK }
+func (fs *testFS) Forget(uint64, uint64)                         {}
+func (fs *testFS) Readlink(*Request) ([]byte, fuse.Status)       { return []byte(fs.link), fuse.OK }
 
-func (fs *testFS) Readlink(<-chan struct{}, *fuse.InHeader) ([]byte, fuse.Status) {
-	return []byte(fs.link), fuse.OK
-}
-
-func (fs *testFS) Write(_ <-chan struct{}, _ *fuse.WriteIn, data []byte) (uint32, fuse.Status) {
+func (fs *testFS) Write(_ *Request, _ *fuse.WriteIn, data [][]byte) (uint32, fuse.Status) {
 	fs.mu.Lock()
 	defer fs.mu.Unlock()
-	fs.written = append(fs.written, bytes.Clone(data))
-	return uint32(len(data)), fuse.OK
+	fs.written = append(fs.written, bytes.Join(data, nil))
+	return uint32(size(data)), fuse.OK
 }
 
 // takeWritten returns the data of the WRITEs since the last call.
@@ -148,9 +147,9 @@ func (fs *testFS) takeWritten() []byte {
 	return data
 }
 
-func (fs *testFS) ReadTo(cancel <-chan struct{}, in *fuse.ReadIn, place [][]byte) (int, fuse.ReadResult, fuse.Status) {
+func (fs *testFS) ReadTo(r *Request, in *fuse.ReadIn, place [][]byte) (int, fuse.ReadResult, fuse.Status) {
 	if fs.read != nil {
-		res, status := fs.read(cancel, in)
+		res, status := fs.read(r, in)
 		return 0, res, status
 	}
 	if place == nil {
@@ -163,12 +162,6 @@ func (fs *testFS) ReadTo(cancel <-chan struct{}, in *fuse.ReadIn, place [][]byte
 		n += copy(p, data[n:])
 	}
 	return n, nil, fuse.OK
-}
-
-// Read is for the server of go-fuse.
-func (fs *testFS) Read(cancel <-chan struct{}, in *fuse.ReadIn, _ []byte) (fuse.ReadResult, fuse.Status) {
-	_, res, status := fs.ReadTo(cancel, in, nil)
-	return res, status
 }
 
 // data returns the data of the file.
@@ -333,7 +326,3 @@ func (m *testMount) awaitEnd(t testing.TB) {
 		t.Fatal("Serve did not return")
 	}
 }
-
-// Bytes and Size are for the server of go-fuse.
-func (r *constResult) Bytes([]byte) ([]byte, fuse.Status) { return r.vecs[0], fuse.OK }
-func (r *constResult) Size() int                          { return len(r.vecs[0]) }

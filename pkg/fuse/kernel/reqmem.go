@@ -214,13 +214,7 @@ func (m *requestMemory) done(place []byte) {
 }
 
 // hasReply reports whether the kernel waits for a reply to a request.
-func hasReply(in []byte) bool {
-	switch header(in).Opcode {
-	case opForget, opBatchForget, opInterrupt, opNotifyReply:
-		return false
-	}
-	return true
-}
+func hasReply(in []byte) bool { return operationOf(Op(header(in).Opcode)).replies() }
 
 // KeepRequests makes the connection keep its requests in memory that Memory returns. Another
 // process can then handle the requests without reply again. Kernels before 6.9 need it, because
@@ -250,7 +244,7 @@ func (s *DevFuse) repeat() {
 		s.workers.Go(func() {
 			w := s.getWorker()
 			defer s.putWorker(w)
-			w.call.Handle(place[:h.Length], ledger.Now())
+			w.request.Handle(Message{In: place[:h.Length], Received: ledger.Now()})
 			s.requests.done(place)
 		})
 	}

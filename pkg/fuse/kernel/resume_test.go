@@ -174,7 +174,7 @@ func useForTest(dir string) error {
 
 func TestResumeErrors(t *testing.T) {
 	withResend := fuse.InitIn{Major: 7, Minor: 40, Flags: 1 << 30, Flags2: fuse.CAP_HAS_RESEND >> 32}
-	withResend.Opcode = opInit
+	withResend.Opcode = uint32(OpInit)
 	old := withResend
 	old.Flags2 = 0
 	protocol6 := withResend
@@ -231,10 +231,10 @@ func testInterruptOfResent(t *testing.T, call string, late, keep bool) {
 	defer unix.Unmount(dir, unix.MNT_DETACH)
 	fs := newTestFS()
 	began, interrupted := make(chan fuse.InHeader, 2), make(chan struct{}, 2)
-	wait := func(cancel <-chan struct{}, in *fuse.InHeader) fuse.Status {
-		began <- *in // in ends with the request
+	wait := func(r *Request) fuse.Status {
+		began <- *r.Header // it ends with the request
 		select {
-		case <-cancel:
+		case <-r.Interrupted():
 			interrupted <- struct{}{}
 			return fuse.EINTR
 		case <-fs.end:
@@ -251,9 +251,9 @@ func testInterruptOfResent(t *testing.T, call string, late, keep bool) {
 	program := startCall(t, kind+" "+dir+"/"+name)
 	ended := waitFor(program)
 	// The first process handles requests until one of the kind that waits, and is gone.
-	opcode := uint32(opRead)
+	op := OpRead
 	if kind == "stat" {
-		opcode = 1
+		op = OpLookup
 	}
 	w := first.newWorker()
 	unique := uint64(0)
@@ -263,10 +263,10 @@ func testInterruptOfResent(t *testing.T, call string, late, keep bool) {
 		for unique == 0 {
 			n, err := readRequest(fd, buf)
 			kit.Must(t, err)
-			if h := header(buf[:n]); h.Opcode == opcode {
+			if h := header(buf[:n]); Op(h.Opcode) == op {
 				unique = h.Unique
 			} else {
-				w.call.Handle(buf[:n], ledger.Now())
+				w.request.Handle(Message{In: buf[:n], Received: ledger.Now()})
 				h.Unique = 0
 			}
 		}
@@ -274,8 +274,8 @@ func testInterruptOfResent(t *testing.T, call string, late, keep bool) {
 	if kind == "stat" {
 		fs.lookup = wait
 	} else {
-		fs.read = func(cancel <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
-			return nil, wait(cancel, &in.InHeader)
+		fs.read = func(r *Request, _ *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
+			return nil, wait(r)
 		}
 	}
 	if !late {
@@ -338,7 +338,7 @@ func TestMarkInReplies(t *testing.T) {
 			defer r.Close()
 			c.front.fd = int(w.Fd())
 			reply := make([]byte, headerSize)
-			(&worker{s: c.front}).Send(reply[:putError(reply, unique, unix.EIO)], nil)
+			(&worker{s: c.front}).Send(reply[:putError(reply, unique, unix.EIO)], nil, 0)
 			kit.Must(t, w.Close())
 			got, err := io.ReadAll(r)
 			kit.Must(t, err)

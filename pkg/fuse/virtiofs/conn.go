@@ -360,7 +360,7 @@ func (c *conn) drain(r *ring) (base uint16) {
 			return r.next
 		case <-time.After(interruptInterval):
 			late := time.Since(start) > drainTimeout
-			c.interruptAll(func(q *request) bool { return q.ring == r && (late || q.opcode() == opSetLkw) })
+			c.interruptAll(func(q *request) bool { return q.ring == r && (late || q.op() == kernel.OpSetLkw) })
 		}
 	}
 }

@@ -34,8 +34,6 @@ type Config struct {
 	Socket  string // path
 	FS      FileSystem
 	Options kernel.Options
-	// ReadOnly refuses requests that change the file system, with EROFS.
-	ReadOnly bool
 	// State is what the next process needs to continue the share. The file system must have a state
 	// that lives as long. nil: the share ends with this process.
 	State *State
@@ -46,7 +44,6 @@ type Config struct {
 type Server struct {
 	fs      FileSystem
 	opts    kernel.Options
-	ro      bool
 	log     hclog.Logger
 	state   *State
 	last    atomic.Uint64  // number of the last request
@@ -67,7 +64,7 @@ func Listen(c Config) (_ *Server, err error) {
 	if !littleEndian() {
 		return nil, errors.New("virtiofs: big-endian hosts are not supported")
 	}
-	s := &Server{fs: checkedFS{c.FS}, opts: c.Options, ro: c.ReadOnly, log: c.Log, state: c.State,
+	s := &Server{fs: c.FS, opts: c.Options, log: c.Log, state: c.State,
 		done: make(chan struct{})}
 	if s.state == nil {
 		if s.state, err = NewState(); err != nil {
