@@ -104,7 +104,7 @@ func openFile(id uint64) *fileHandle {
 
 // writeTo writes n bytes at off as a program does. It returns the number of bytes taken.
 func writeTo(fs *FS, h *fileHandle, off uint64, n int) int {
-	taken, _ := fs.buffer(&request{done: make(chan struct{})}, h, off, make([]byte, n))
+	taken, _ := fs.buffer(&request{Request: new(kernel.Request)}, h, off, make([]byte, n))
 	return taken
 }
 
@@ -209,7 +209,7 @@ func TestDirtyBytesBoundsWrites(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		pool := testPool(t, 16)
 		fs := bareFS(&memServer{hangs: true}, pool, Options{DirtyBytes: bound * MinIOSize})
-		r := &request{done: make(chan struct{})}
+		r, cancelRequest := newRequest(t)
 		taken := make(chan int)
 		go func() {
 			n, _ := fs.buffer(r, openFile(2), 0, make([]byte, 10*MinIOSize))
@@ -219,7 +219,7 @@ func TestDirtyBytesBoundsWrites(t *testing.T) {
 		if n := pool.Out(); n != bound {
 			t.Errorf("buffers in use: got %d, want %d", n, bound)
 		}
-		close(r.done)
+		cancelRequest()
 		if n := <-taken; n != bound*MinIOSize {
 			t.Errorf("bytes taken: got %d, want %d", n, bound*MinIOSize)
 		}
@@ -249,7 +249,7 @@ func TestStuckMountLeavesOthersWritable(t *testing.T) {
 				pool := testPool(t, 16)
 				stuck := bareFS(&memServer{hangs: true}, pool,
 					Options{DirtyBytes: int64(c.bound) * MinIOSize, DirtyTotal: shared})
-				r := &request{done: make(chan struct{})}
+				r, cancelRequest := newRequest(t)
 				ended := make(chan struct{})
 				go func() {
 					defer close(ended)
@@ -269,7 +269,7 @@ func TestStuckMountLeavesOthersWritable(t *testing.T) {
 				if n := s.stableBytes(); n != 100*MinIOSize {
 					t.Errorf("stable bytes of the other mount: got %d, want %d", n, 100*MinIOSize)
 				}
-				close(r.done)
+				cancelRequest()
 				<-ended
 				ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 				defer cancel()
@@ -351,14 +351,14 @@ func TestCanceledCallLeavesWriteQueue(t *testing.T) {
 		fs := bareFS(&memServer{hangs: true}, testPool(t, 16), Options{MaxWrites: 1, DirtyExpire: time.Second})
 		writeTo(fs, openFile(2), 0, 1)
 		time.Sleep(time.Minute) // the WRITE of the file holds the only slot
-		r := &request{done: make(chan struct{})}
+		r, cancelRequest := newRequest(t)
 		returned := make(chan error)
 		go func() {
 			_, err := fs.writeThrough(r, openFile(3), 0, make([]byte, 1))
 			returned <- err
 		}()
 		synctest.Wait()
-		close(r.done)
+		cancelRequest()
 		synctest.Wait()
 		select {
 		case err := <-returned:

@@ -38,7 +38,7 @@ func (fs *FS) Drain(ctx context.Context, stall time.Duration) (complete bool) {
 
 // flush writes the data that the files hold now to stable storage. It ends as Drain does.
 func (fs *FS) flush(ctx context.Context, stall time.Duration) (complete bool) {
-	ctx, cancel := context.WithCancel(context.WithValue(ctx, ownerKey{}, background{fs}))
+	ctx, cancel := context.WithCancel(context.WithValue(ctx, backgroundKey{}, background{fs}))
 	defer cancel()
 	dirty := fs.dirtyFiles() // not more than buffers
 	return fs.inParallel(ctx, len(dirty), len(dirty), stall, func(i int) {

@@ -24,9 +24,8 @@ type Ended struct {
 // ctx does not belong to a request. The goroutine that made the call must call AddCall before it
 // returns to the file system.
 func AddCall(ctx context.Context, rpc *ledger.Times) {
-	if r, ok := ctx.Value(ownerKey{}).(*request); ok {
-		r.calls++
-		r.times.Add(rpc)
+	if r := kernel.RequestOf(ctx); r != nil {
+		r.AddCall(rpc)
 	}
 }
 
@@ -34,20 +33,22 @@ func AddCall(ctx context.Context, rpc *ledger.Times) {
 // has none. ok is false if ctx does not belong to a request. Only the goroutine that makes the call
 // may call TagOf.
 func TagOf(ctx context.Context) (tag any, ok bool) {
-	if r, ok := ctx.Value(ownerKey{}).(*request); ok {
-		return r.tag, true
+	if r := kernel.RequestOf(ctx); r != nil {
+		return r.Tag, true
 	}
 	return nil, false
 }
 
-// reportEnded calls Options.Ended for a request that has its reply.
-func (fs *FS) reportEnded(unique uint64, received ledger.Time) {
-	if fs.opts.Ended == nil {
-		return
+// observe calls the observers of a request that has its reply.
+func (fs *FS) observe(r *kernel.Request) {
+	pid, uid := r.Caller()
+	owner := Owner{PID: pid, UID: uid}
+	if fs.opts.Observe != nil {
+		fs.opts.Observe(Sample{Op: r.Op, Owner: owner, Bytes: r.Bytes,
+			Duration: r.Times.Total() - r.Times.Spent(ledger.PhaseQueue) - r.Times.Spent(ledger.PhaseReply)})
 	}
-	if e, ok := fs.interrupts.takeEnded(unique); ok {
-		e.Times.Received(received)
-		e.Times.Mark(ledger.PhaseReply, ledger.Now())
-		fs.opts.Ended(e)
+	if fs.opts.Ended != nil {
+		fs.opts.Ended(Ended{Op: r.Op, Owner: owner, Status: r.Status, Calls: r.Calls, Bytes: r.Bytes, Times: r.Times,
+			Tag: r.Tag})
 	}
 }

@@ -163,7 +163,7 @@ type FS struct {
 	ownBuffers bool
 	creds      *credentials
 	inodes     inodeTable
-	interrupts interrupts
+	requests   kernel.Requests
 	attrs      attr.Cache
 	names      name.Table
 	users      name.SoleUser
@@ -222,8 +222,8 @@ func New(ctx context.Context, server nfs.Server, root nfs.Handle, opts Options) 
 	fs.handles.files, fs.handles.dirs = make(map[uint64]*fileHandle), make(map[uint64]*dirHandle)
 	fs.handles.releasing = make(map[*fileHandle]struct{})
 	fs.dirty.inodes = make(map[*inode]*dirtyFile)
-	fs.interrupts.onInterrupt = func() { fs.Counters.Interrupts.Add(1) }
-	fs.interrupts.onPanic = fs.fail
+	fs.requests.Ended = func() { fs.Counters.Interrupts.Add(1) }
+	fs.requests.Panicked = fs.fail
 	fs.handles.last = fs.state.firstID()
 	fs.state.warnOfUsers(opts.Warn)
 	rootInode := &inode{id: fuse.FUSE_ROOT_ID, fh: root}
@@ -329,6 +329,9 @@ func (o *Options) setDefaults() error {
 // IOSizes returns the negotiated sizes of one READ and one WRITE in bytes.
 func (fs *FS) IOSizes() (rsize, wsize int) { return fs.opts.RSize, fs.opts.WSize }
 
+// Progress returns a number that grows whenever the server accepts written data.
+func (fs *FS) Progress() uint64 { return fs.progress.Load() }
+
 // Inodes returns the number of inodes that the FS keeps for the kernel.
 func (fs *FS) Inodes() int { return fs.inodes.len() }
 
@@ -337,7 +340,7 @@ func (fs *FS) Inodes() int { return fs.inodes.len() }
 func (fs *FS) Abort() {
 	fs.abortOnce.Do(func() { close(fs.aborted) })
 	fs.aclsAhead.stop()
-	fs.interrupts.abort()
+	fs.requests.Abort()
 }
 
 func (fs *FS) isAborted() bool {
@@ -362,15 +365,12 @@ func (fs *FS) Close(ctx context.Context) {
 	stop()
 	fs.Abort()
 	fs.work.Wait()
-	fs.interrupts.stop()
+	fs.requests.Close()
 	fs.freeExtents()
 	if fs.ownBuffers {
 		fs.buffers.Close()
 	}
 }
-
-// Disconnected ends the requests in progress after the kernel has ended the connection.
-func (fs *FS) Disconnected() { fs.interrupts.disconnect() }
 
 // Warn implements kernel.FileSystem.
 func (fs *FS) Warn(msg string, args ...any) { warner(fs.opts.Warn).Warn(msg, args...) }

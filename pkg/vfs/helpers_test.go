@@ -168,3 +168,29 @@ func callMessage[O any](fs kernel.FileSystem, m kernel.Message, out *O) fuse.Sta
 
 // none is for replies without data.
 var none *struct{}
+
+// A heldFS keeps a request in progress.
+type heldFS struct {
+	kernel.FileSystem
+	requests kernel.Requests
+	began    chan *kernel.Request
+	over     chan struct{}
+}
+
+func (f *heldFS) Requests() *kernel.Requests { return &f.requests }
+func (f *heldFS) Replied(*kernel.Request)    {}
+
+func (f *heldFS) Flush(r *kernel.Request, _ *fuse.FlushIn) fuse.Status {
+	f.began <- r
+	<-f.over
+	return fuse.OK
+}
+
+// newRequest returns a request that is in progress until the test ends. cancel closes its Done.
+func newRequest(t testing.TB) (r *request, cancel func()) {
+	f := &heldFS{began: make(chan *kernel.Request), over: make(chan struct{})}
+	caller := fuse.Caller{Pid: 4711, Owner: fuse.Owner{Uid: math.MaxUint32 - 1}}
+	go call(f, kernel.OpFlush, fuse.FlushIn{InHeader: fuse.InHeader{Caller: caller}}, "", none)
+	t.Cleanup(func() { close(f.over) })
+	return &request{Request: <-f.began}, f.requests.Abort
+}

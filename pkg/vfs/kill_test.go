@@ -17,7 +17,6 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
 	"github.com/nfsrdmad/nfsrdmad/internal/share"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
-	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
@@ -247,10 +246,10 @@ type killedFS struct {
 	x *keptMount
 }
 
-func (fs killedFS) Replied(unique uint64, received ledger.Time) {
+func (fs killedFS) Replied(r *kernel.Request) {
 	x := fs.x
 	if x.replied = x.alive("before the reply"); x.replied && x.alive("after the reply") {
-		fs.FS.Replied(unique, received)
+		fs.FS.Replied(r)
 	}
 }
 
@@ -271,7 +270,7 @@ func do[I, O any](x *keptMount, op kernel.Op, node uint64, in I, payload string,
 			return unix.Errno(status)
 		}
 		x.restart(x.unique)
-		kernel.MarkResent(h)
+		m.Resent = true
 	}
 }
 

@@ -124,7 +124,7 @@ func TestOpenWaitsForExecutedRemoval(t *testing.T) {
 			}, nfs3.ProcLookup)
 			found := make(chan bool, 1)
 			go func() {
-				gone, err := m.fs.pin(&request{done: make(chan struct{}), cred: m.fs.creds.encode(0, 0, nil)}, ino)
+				gone, err := m.fs.pin(&request{Request: new(kernel.Request), cred: m.fs.creds.encode(0, 0, nil)}, ino)
 				found <- gone && err == nil
 				m.fs.unpin(ino)
 			}()

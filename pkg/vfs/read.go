@@ -91,7 +91,7 @@ func (fs *FS) ReadTo(k *kernel.Request, in *fuse.ReadIn, place [][]byte) (int, f
 	buf := t.buf
 	t.reset()
 	if err == nil {
-		r.moved = n
+		r.Bytes = n
 	}
 	status := fs.end(r, err)
 	if status != fuse.OK {

@@ -300,8 +300,8 @@ func TestRequestsOfOneUserAreRecordedUpToShare(t *testing.T) {
 	unique := uint64(0)
 	record := func(uid uint32) bool {
 		unique += 2
-		r := &request{state: s, unique: unique}
-		r.setOwner(1, uid)
+		r := &request{Request: &kernel.Request{Unique: unique, Header: &fuse.InHeader{}}, state: s}
+		r.Header.Uid = uid
 		return r.record() != nil
 	}
 	for i := range slots {

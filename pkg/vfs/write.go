@@ -145,7 +145,7 @@ func (h *fileHandle) reportedBefore(r *request) error {
 func (fs *FS) Write(k *kernel.Request, in *fuse.WriteIn, data [][]byte) (uint32, fuse.Status) {
 	r := fs.begin(k)
 	n, err := fs.write(r, in, data)
-	r.moved = n
+	r.Bytes = n
 	fs.Counters.WrittenBytes.Add(uint64(n))
 	return uint32(n), fs.end(r, err)
 }

@@ -14,7 +14,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
-	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 )
 
 const (
@@ -25,6 +24,7 @@ const (
 // A nullFS is a file system in memory, without permissions and times.
 type nullFS struct {
 	kernel.FileSystem // nil: the workloads do not need the other operations
+	requests          kernel.Requests
 
 	tree struct {
 		sync.RWMutex
@@ -85,9 +85,9 @@ func serveNull(dir string) error {
 	return dev.Close()
 }
 
-func (fs *nullFS) Replied(uint64, ledger.Time) {}
-func (fs *nullFS) Disconnected()               {}
-func (fs *nullFS) Warn(string, ...any)         {}
+func (fs *nullFS) Requests() *kernel.Requests { return &fs.requests }
+func (fs *nullFS) Replied(*kernel.Request)    {}
+func (fs *nullFS) Warn(string, ...any)        {}
 
 // node returns a node that the kernel knows.
 func (fs *nullFS) node(id uint64) *nullNode {

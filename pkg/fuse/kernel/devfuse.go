@@ -35,15 +35,14 @@ const (
 // A DevFuse serves one connection through /dev/fuse.
 type DevFuse struct {
 	*Handler
-	dev      *Device
-	requests *requestMemory // nil without KeepRequests
-	resumed  bool           // by Resume
-	bufSize  int            // of a buffer for read(2)
-	fd       int            // of dev; set by Serve
-	start    func()         // work
+	dev     *Device
+	memory  *requestMemory // nil without KeepRequests
+	resumed bool           // by Resume
+	bufSize int            // of a buffer for read(2)
+	fd      int            // of dev; set by Serve
+	start   func()         // work
 
-	workers      sync.WaitGroup
-	disconnected atomic.Bool
+	workers sync.WaitGroup
 
 	readers struct {
 		sync.Mutex
@@ -78,7 +77,7 @@ func NewDevFuse(dev *Device, fs FileSystem, opts Options) (*DevFuse, error) {
 // what it knows.
 //
 // Serve then first handles the requests again that have no reply. The other process may have
-// executed them, see Resent. The requests come from the kernel, or from mem after KeepRequests. An
+// executed them, see Request.Resent. The requests come from the kernel, or from mem after KeepRequests. An
 // INTERRUPT for them comes again, too. The kernel drops a request that waits to be sent again when
 // the caller of the request is killed. Linux before 6.9 cannot send requests again: Resume without
 // mem returns ErrNoResend.
@@ -88,7 +87,7 @@ func Resume(dev *Device, fs FileSystem, opts Options, init []byte, mem *os.File)
 	switch {
 	case err != nil:
 	case mem != nil:
-		s.requests, err = openRequestMemory(mem, s.bufSize)
+		s.memory, err = openRequestMemory(mem, s.bufSize)
 	case s.kernel.Flags64()&opts.Capabilities&fuse.CAP_HAS_RESEND == 0:
 		return nil, ErrNoResend
 	}
@@ -102,10 +101,10 @@ func Resume(dev *Device, fs FileSystem, opts Options, init []byte, mem *os.File)
 // Memory returns a duplicate of the descriptor of the memory for Resume, or nil for a connection
 // without KeepRequests. The caller closes it.
 func (s *DevFuse) Memory() (*os.File, error) {
-	if s.requests == nil {
+	if s.memory == nil {
 		return nil, nil
 	}
-	f := s.requests.file
+	f := s.memory.file
 	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
 		return nil, os.NewSyscallError("fcntl F_DUPFD_CLOEXEC", err)
@@ -119,18 +118,6 @@ var ErrNoResend = errors.New("resume a FUSE connection: the kernel cannot resend
 // resent is FUSE_UNIQUE_RESEND of include/uapi/linux/fuse.h. The reply to a request that was sent
 // again, and the INTERRUPT of that request, have the bit, too.
 const resent = 1 << 63
-
-// Resent reports whether the kernel has sent a request again. A process that served the connection
-// before may have executed the request.
-func Resent(h *fuse.InHeader) bool { return h.Unique&resent != 0 }
-
-// MarkResent marks a request as one that an earlier process received and did not answer, for connections
-// that keep the requests themselves.
-func MarkResent(h *fuse.InHeader) { h.Unique |= resent }
-
-// Unique returns the number of a request, which stays the same when the kernel sends the request
-// again. No other request of the connection has the number.
-func Unique(h *fuse.InHeader) uint64 { return h.Unique &^ resent }
 
 func newDevFuse(dev *Device, fs FileSystem, opts Options) *DevFuse {
 	page := os.Getpagesize()
@@ -163,7 +150,7 @@ func (s *DevFuse) Serve() {
 	_ = s.dev.Use(func(fd int) {
 		s.fd = fd
 		switch {
-		case s.requests != nil:
+		case s.memory != nil:
 			s.repeat()
 		case s.resumed:
 			if err := s.dev.resend(); err != nil {
@@ -175,7 +162,7 @@ func (s *DevFuse) Serve() {
 		go s.start()
 		s.workers.Wait()
 	})
-	s.requests.close()
+	s.memory.close()
 }
 
 // A worker is one goroutine that reads requests and handles them, one after the other.
@@ -235,7 +222,7 @@ func (s *DevFuse) work() {
 		received := ledger.Now()
 		replace := !isForget(buf[:n]) // the kernel sends many, and they are handled at once
 		if n <= smallRequest {
-			kept := s.requests.keep(buf[:n])
+			kept := s.memory.keep(buf[:n])
 			in := kept
 			if in == nil {
 				in = bytesOf(&w.small)[:copy(bytesOf(&w.small), buf[:n])]
@@ -243,7 +230,7 @@ func (s *DevFuse) work() {
 			s.endRead(buf, replace)
 			w.request.Handle(Message{In: in, Received: received})
 			if kept != nil {
-				s.requests.done(kept)
+				s.memory.done(kept)
 			}
 			continue
 		}
@@ -272,7 +259,7 @@ func (s *DevFuse) beginRead(counted bool) []byte {
 		r.free = r.free[:n-1]
 		return buf
 	}
-	if buf := s.requests.buffer(); buf != nil {
+	if buf := s.memory.buffer(); buf != nil {
 		return buf
 	}
 	buf := bytesOfWords(make([]uint64, s.bufSize/8))
@@ -314,7 +301,7 @@ func (s *DevFuse) addFree(buf []byte) {
 		r.free = append(r.free, buf)
 		return
 	}
-	s.requests.done(buf)
+	s.memory.done(buf)
 }
 
 // readRequest reads one request.
@@ -339,9 +326,7 @@ func readRequest(fd int, buf []byte) (int, error) {
 // connection has ended.
 func (s *DevFuse) retry(err error) bool {
 	if errors.Is(err, unix.ENODEV) || errors.Is(err, unix.ECONNABORTED) {
-		if s.disconnected.CompareAndSwap(false, true) {
-			s.fs.Disconnected()
-		}
+		s.requests.Disconnect()
 		return false
 	}
 	s.opts.Logger.Printf("FUSE request: %v", err)
@@ -357,14 +342,6 @@ func (w *worker) Place(int) [][]byte { return nil }
 
 // Send sends a reply: a header, and data that may be empty. No data is in memory of Place.
 func (w *worker) Send(reply []byte, data [][]byte, _ int) {
-	if w.s.requests != nil {
-		unique := binary.NativeEndian.Uint64(reply[8:])
-		if isInterruptRetry(reply) {
-			w.s.workers.Go(func() { w.s.earlyInterrupt(unique &^ interruptBit) })
-			return
-		}
-		binary.NativeEndian.PutUint64(reply[8:], unique&^resent) // the mark is not from the kernel
-	}
 	if len(data) == 0 {
 		_, err := unix.Write(w.s.fd, reply)
 		w.wrote(err, reply)

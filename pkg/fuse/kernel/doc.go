@@ -12,10 +12,10 @@
 //	init.go        Options, INIT: versions, capabilities and limits
 //	filesystem.go  FileSystem: what the requests ask for
 //	operations.go  the table of operations: sizes, names, and methods of the FileSystem
-//	request.go     Request: one request, whatever transports it
+//	request.go     Request: one request from its arrival to its reply, whatever transports it
+//	requests.go    Requests: those in progress, INTERRUPT, fatal signals
 //	devfuse.go     DevFuse: reads requests from a Device and writes replies
 //	reqmem.go      the memory of requests, for kernels that cannot send them again
-//	interrupt.go   interrupts that come before their requests
 //
 // # Goroutines
 //
@@ -26,12 +26,19 @@
 // Two goroutines belong to each run of a helper: one receives replies, and one waits for the end of
 // the process.
 //
+// # The end of requests
+//
+// A Request is the context of the calls that are made for it. INTERRUPT tells that the calling thread
+// has a signal, and not which one. While interrupted requests are in progress, a timer therefore looks
+// for fatal signals in /proc/PID/status, and closes Request.Done of those that have one. The end of the
+// connection and Requests.Abort close it for all requests, and any signal for the wait for a lock.
+//
 // # Takeover
 //
 // Another process can take over a connection: it needs a descriptor of the connection and the INIT
 // request, see Resume. The requests that the first process did not answer are sent again, and so
-// are their INTERRUPTs. Resent marks these requests, and Unique returns their number without the
-// mark. FileSystem.Replied tells that a request will not be sent again.
+// are their INTERRUPTs. These have Request.Resent, and keep their number, Request.Unique.
+// FileSystem.Replied tells that a request will not be sent again.
 //
 // The process that takes over must have the state of all nodes and open files before Serve: a
 // request may name any of them. A descriptor store keeps the connection meanwhile: Device.File

@@ -1,10 +1,6 @@
 package kernel
 
-import (
-	"github.com/hanwen/go-fuse/v2/fuse"
-
-	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
-)
+import "github.com/hanwen/go-fuse/v2/fuse"
 
 // A FileSystem handles the requests of one connection. Its methods are called concurrently. The
 // arguments are valid until the method returns, and strings for longer.
@@ -56,14 +52,12 @@ type FileSystem interface {
 	SetLk(r *Request, in *fuse.LkIn) fuse.Status
 	SetLkw(r *Request, in *fuse.LkIn) fuse.Status
 
-	// Replied is called after the reply to a request was written, also if the write failed. unique
-	// is Unique of the request, and received is the time of Handle. The kernel does not send this
-	// request again, unless the write failed. Replied is not called for requests without reply
-	// (FORGET, BATCH_FORGET), INIT and INTERRUPT.
-	Replied(unique uint64, received ledger.Time)
-	// Disconnected is called once, when the kernel has ended the connection. No program waits for
-	// the requests in progress any more, so they should end.
-	Disconnected()
+	// Replied is called after the reply to a request was written, also if the write failed. The kernel
+	// does not send this request again, unless the write failed. Replied is not called for requests
+	// without reply (FORGET, BATCH_FORGET, INTERRUPT) and for INIT.
+	Replied(r *Request)
+	// Requests returns the requests in progress. It always returns the same.
+	Requests() *Requests
 	// Warn logs a fault of the connection, with key-value pairs. It does not block.
 	Warn(msg string, args ...any)
 }

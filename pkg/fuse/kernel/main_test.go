@@ -17,7 +17,6 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
@@ -63,13 +62,12 @@ type testFS struct {
 	lookup func(r *Request) fuse.Status
 	delay  time.Duration // of a LOOKUP
 
-	link         string
-	keepReplied  bool
-	mode         atomic.Uint32 // of the file
-	lookups      atomic.Int32
-	disconnected atomic.Int32
-	end          chan struct{} // closed by Disconnected
-	warnings     logBuffer
+	link        string
+	keepReplied bool
+	mode        atomic.Uint32 // of the file
+	lookups     atomic.Int32
+	requests    Requests
+	warnings    logBuffer
 
 	mu      sync.Mutex
 	out     int      // results that are not done
@@ -78,7 +76,7 @@ type testFS struct {
 }
 
 func newTestFS() *testFS {
-	fs := &testFS{end: make(chan struct{})}
+	fs := &testFS{}
 	fs.mode.Store(0o644)
 	return fs
 }
@@ -180,11 +178,13 @@ func fileData(off int64, n int) []byte {
 	return data
 }
 
-func (fs *testFS) Replied(unique uint64, _ ledger.Time) {
+func (fs *testFS) Requests() *Requests { return &fs.requests }
+
+func (fs *testFS) Replied(r *Request) {
 	if fs.keepReplied {
 		fs.mu.Lock()
 		defer fs.mu.Unlock()
-		fs.replied = append(fs.replied, unique)
+		fs.replied = append(fs.replied, r.Unique)
 	}
 }
 
@@ -202,12 +202,6 @@ func (fs *testFS) takeReplied(t testing.TB, n int) []uint64 {
 		return true
 	})
 	return all
-}
-
-func (fs *testFS) Disconnected() {
-	if fs.disconnected.Add(1) == 1 {
-		close(fs.end)
-	}
 }
 
 func (fs *testFS) Warn(msg string, args ...any) {

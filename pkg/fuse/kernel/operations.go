@@ -207,12 +207,8 @@ func lookup(fs FileSystem, r *Request) fuse.Status {
 func statFs(fs FileSystem, r *Request) fuse.Status   { return fs.StatFs(r, result[fuse.StatfsOut](r)) }
 func setXAttr(fs FileSystem, r *Request) fuse.Status { return fs.SetXAttr(r, r.name, r.payload) }
 
-// interrupt handles an INTERRUPT. The kernel sends it again if its request is not in progress.
 func interrupt(_ FileSystem, r *Request) fuse.Status {
-	if !r.h.Interrupt(arg[fuse.InterruptIn](r).Unique) {
-		reply := bytesOf(&r.reply)
-		r.t.Send(reply[:putError(reply, r.Header.Unique, unix.EAGAIN)], nil, 0)
-	}
+	r.h.requests.interruptNumber(arg[fuse.InterruptIn](r).Unique&^resent, r.Times.Start())
 	return fuse.OK
 }
 

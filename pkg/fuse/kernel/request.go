@@ -1,10 +1,12 @@
 package kernel
 
 import (
+	"context"
 	"log"
 	"math"
-	"sync"
+	"sync/atomic"
 	"syscall"
+	"time"
 	"unsafe"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
@@ -26,13 +28,13 @@ const (
 // A Handler handles the requests of one connection, whatever transports them. Its methods are safe
 // for concurrent use, except for Negotiate.
 type Handler struct {
-	fs     FileSystem
-	opts   Options
-	poll   bool   // answers PollFile
-	init   []byte // the INIT request
-	kernel fuse.InitIn
-	active active
-	names  *names
+	fs       FileSystem
+	requests *Requests // of fs
+	opts     Options
+	poll     bool   // answers PollFile
+	init     []byte // the INIT request
+	kernel   fuse.InitIn
+	names    *names
 }
 
 // NewHandler returns the Handler of a new connection. Negotiate must succeed before other requests.
@@ -40,7 +42,7 @@ func NewHandler(fs FileSystem, opts Options) *Handler {
 	if opts.Logger == nil {
 		opts.Logger = log.Default()
 	}
-	return &Handler{fs: fs, opts: opts, names: newNames()}
+	return &Handler{fs: fs, requests: fs.Requests(), opts: opts, names: newNames()}
 }
 
 // A Transport carries the replies to the requests of a Request, one at a time.
@@ -64,18 +66,37 @@ type Message struct {
 	// Data is the data of a WRITE, unless it is in In. Others may change it.
 	Data     [][]byte
 	Received ledger.Time
+	// Resent is set if an earlier process has received the request, and this process got it by other
+	// means than from the kernel.
+	Resent bool
 }
 
-// A Request is one request of the kernel, from its arrival to the end of its reply. A transport uses it for
-// one request after the other.
+// A Request is one request of the kernel, from its arrival to the end of its reply, and the context of
+// the calls that are made for it. A transport uses it for one request after the other. Only the goroutine of the
+// request uses it, except for the methods of context.Context and Caller.
 type Request struct {
 	Header *fuse.InHeader
 	Op     Op // OpRename also for OpRename2
+	// Unique is the number of the request. It stays the same when the request is sent again. No other
+	// request of the file system has the number.
+	Unique uint64
+	// Resent is set if the request was sent again: an earlier process may have executed it.
+	Resent bool
+	// Times are the phases since the arrival, Calls the RPCs that have ended, and Bytes the bytes of a
+	// file that were read or written. Status is that of the reply.
+	Times  ledger.Times
+	Calls  int
+	Bytes  int
+	Status fuse.Status
+	// Tag is what an observer keeps from the first RPC to FileSystem.Replied. It is nil at first.
+	Tag any
+	// FS is what the file system keeps with the Request, also for later requests.
+	FS any
 
-	h        *Handler
-	t        Transport
-	op       *operation
-	received ledger.Time
+	h     *Handler
+	t     Transport
+	op    *operation
+	owner atomic.Uint64 // for Caller
 
 	// The request.
 	in, payload []byte   // the fixed part, and what follows it and is not decoded yet
@@ -84,7 +105,6 @@ type Request struct {
 	one         [1][]byte
 
 	// The reply.
-	status fuse.Status
 	fixed  int      // bytes without data
 	data   [][]byte // follows the fixed part
 	placed int      // bytes of data in the memory of Place
@@ -92,43 +112,105 @@ type Request struct {
 	reply  [smallReply / 8]uint64
 	large  []byte // memory of room
 
-	cancel      chan struct{} // closed by an INTERRUPT
-	unique      uint64        // guarded by active
-	index       int           // guarded by active: in requests
-	interrupted bool          // guarded by active: cancel is closed
+	done chan struct{}
+	// Guarded by Requests.mu.
+	ended       bool // done is closed
+	interrupted bool
+	index       int // in Requests.active
+	began       ledger.Time
 }
+
+var _ context.Context = (*Request)(nil)
 
 // NewRequest returns a Request whose replies go to t.
-func (h *Handler) NewRequest(t Transport) *Request {
-	return &Request{h: h, t: t, cancel: make(chan struct{})}
+func (h *Handler) NewRequest(t Transport) *Request { return &Request{h: h, t: t} }
+
+// Transport returns the Transport of the reply.
+func (r *Request) Transport() Transport { return r.t }
+
+// Caller returns the thread and the user that made the system call. pid is 0 when the thread is in another
+// PID namespace or in a virtual machine, or belongs to the kernel. Caller can return the caller of the
+// next request when a request ends meanwhile.
+func (r *Request) Caller() (pid, uid uint32) {
+	both := r.owner.Load()
+	return uint32(both), uint32(both >> 32)
 }
 
-// Interrupted returns a channel that is closed when the kernel sends an INTERRUPT: the calling thread
-// has a signal.
-func (r *Request) Interrupted() <-chan struct{} { return r.cancel }
+// AddCall adds an RPC that has ended.
+func (r *Request) AddCall(rpc *ledger.Times) {
+	r.Calls++
+	r.Times.Add(rpc)
+}
+
+// Deadline returns no deadline.
+func (r *Request) Deadline() (time.Time, bool) { return time.Time{}, false }
+
+// Done returns a channel that is closed when no program needs the result any more: the calling thread
+// has a fatal signal, the connection has ended, or the file system is aborted. A signal of any kind
+// closes it for OpSetLkw.
+func (r *Request) Done() <-chan struct{} { return r.done }
+
+// Err returns context.Canceled after Done is closed.
+func (r *Request) Err() error {
+	select {
+	case <-r.done:
+		return context.Canceled
+	default:
+		return nil
+	}
+}
+
+// requestKey is the context key of RequestOf.
+type requestKey struct{}
+
+// Value returns r for RequestOf.
+func (r *Request) Value(key any) any {
+	if key == (requestKey{}) {
+		return r
+	}
+	return nil
+}
+
+// RequestOf returns the Request that is ctx or that ctx is derived from, nil if there is none.
+func RequestOf(ctx context.Context) *Request {
+	r, _ := ctx.Value(requestKey{}).(*Request)
+	return r
+}
+
+// endEarly closes Done. The caller holds Requests.mu.
+func (r *Request) endEarly() {
+	if !r.ended {
+		r.ended = true
+		close(r.done)
+	}
+}
 
 // Handle handles a request and sends the reply, unless the request has none.
 func (r *Request) Handle(m Message) {
-	r.Header, r.received = header(m.In), m.Received
-	r.Op = Op(r.Header.Opcode)
-	r.op = operationOf(r.Op)
+	h := header(m.In)
+	r.Header, r.Op, r.op = h, Op(h.Opcode), operationOf(Op(h.Opcode))
 	if r.Op == OpRename2 {
 		r.Op = OpRename
 	}
+	r.Unique, r.Resent = h.Unique&^resent, m.Resent || h.Unique&resent != 0
+	r.owner.Store(uint64(h.Uid)<<32 | uint64(h.Pid))
+	r.Times.Begin(m.Received)
+	r.Calls, r.Bytes, r.Tag = 0, 0, nil
 	defer r.end()
-	if r.status = fuse.Status(r.decode(&m)); !r.status.Ok() {
+	if r.Status = fuse.Status(r.decode(&m)); !r.Status.Ok() {
 		return
 	}
 	r.fixed = r.op.reply
 	clear(bytesOf(&r.reply)[:r.fixed])
 	if r.op.reply > 0 {
-		r.h.active.begin(r)
-		defer r.h.active.end(r)
+		r.Times.Mark(ledger.PhaseQueue, ledger.Now())
+		r.h.requests.begin(r)
+		defer r.h.requests.end(r)
 	}
 	if r.h.poll && r.polls() {
 		return
 	}
-	r.status = r.op.do(r.h.fs, r)
+	r.Status = r.op.do(r.h.fs, r)
 }
 
 // decode checks a request and decodes what follows its fixed part.
@@ -172,13 +254,15 @@ func (r *Request) room(n int) []byte {
 // end sends the reply, also after a panic, and reports it to the file system.
 func (r *Request) end() {
 	if v := recover(); v != nil {
-		if r.status = r.h.opts.Panicked(v); r.status.Ok() {
-			r.status = fuse.EIO
+		if r.Status = r.h.opts.Panicked(v); r.Status.Ok() {
+			r.Status = fuse.EIO
 		}
 	}
 	if r.op.replies() {
+		r.Times.Mark(ledger.PhaseLocal, ledger.Now())
 		r.send()
-		r.h.fs.Replied(Unique(r.Header), r.received)
+		r.Times.Mark(ledger.PhaseReply, ledger.Now())
+		r.h.fs.Replied(r)
 	}
 	if r.res != nil {
 		r.res.Done()
@@ -194,8 +278,8 @@ func (r *Request) end() {
 // send sends the reply.
 func (r *Request) send() {
 	reply := bytesOf(&r.reply)
-	if r.status != fuse.OK {
-		r.t.Send(reply[:putError(reply, r.Header.Unique, syscall.Errno(r.status))], nil, 0)
+	if r.Status != fuse.OK {
+		r.t.Send(reply[:putError(reply, r.Header.Unique, syscall.Errno(r.Status))], nil, 0)
 		return
 	}
 	putHeader(reply, r.fixed+r.placed+size(r.data), 0, r.Header.Unique)
@@ -220,51 +304,9 @@ func (r *Request) polls() bool {
 	case r.Op == OpGetAttr:
 		result[fuse.AttrOut](r).Attr = a
 	case r.Op == OpGetXAttr:
-		r.status = fuse.ENODATA
+		r.Status = fuse.ENODATA
 	case r.Op != OpOpen && r.Op != OpFlush && r.Op != OpRelease && r.Op != OpForget:
-		r.status = fuse.ERANGE
+		r.Status = fuse.ERANGE
 	}
 	return true
-}
-
-// active are the requests in progress.
-type active struct {
-	sync.Mutex
-	requests []*Request
-}
-
-func (a *active) begin(r *Request) {
-	a.Lock()
-	defer a.Unlock()
-	r.unique, r.index = r.Header.Unique, len(a.requests)
-	a.requests = append(a.requests, r)
-}
-
-// end reverses begin. It renews the channel of a request that was interrupted.
-func (a *active) end(r *Request) {
-	a.Lock()
-	defer a.Unlock()
-	last := len(a.requests) - 1
-	moved := a.requests[last]
-	a.requests[r.index], moved.index = moved, r.index
-	a.requests[last] = nil
-	a.requests = a.requests[:last]
-	if r.interrupted {
-		r.cancel, r.interrupted = make(chan struct{}), false
-	}
-}
-
-// Interrupt interrupts a request. It reports false if the request is not in progress or was
-// interrupted before.
-func (h *Handler) Interrupt(unique uint64) bool {
-	h.active.Lock()
-	defer h.active.Unlock()
-	for _, r := range h.active.requests { // INTERRUPTs are rare
-		if r.unique == unique && !r.interrupted {
-			r.interrupted = true
-			close(r.cancel)
-			return true
-		}
-	}
-	return false
 }

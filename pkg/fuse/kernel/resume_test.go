@@ -2,7 +2,6 @@ package kernel
 
 import (
 	"bytes"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -95,7 +94,7 @@ func testResumeAfterKill(t *testing.T, keep bool) {
 	kit.Must(t, err)
 	if keep {
 		kit.Must(t, first.KeepRequests())
-		defer first.requests.close()
+		defer first.memory.close()
 	}
 	mem, err := first.Memory()
 	kit.Must(t, err)
@@ -230,22 +229,21 @@ func testInterruptOfResent(t *testing.T, call string, late, keep bool) {
 	kit.Must(t, dev.Use(func(fd int) { mountTest(t, dir, fd) }))
 	defer unix.Unmount(dir, unix.MNT_DETACH)
 	fs := newTestFS()
-	began, interrupted := make(chan fuse.InHeader, 2), make(chan struct{}, 2)
+	began, interrupted := make(chan uint64, 2), make(chan struct{}, 2)
 	wait := func(r *Request) fuse.Status {
-		began <- *r.Header // it ends with the request
-		select {
-		case <-r.Interrupted():
-			interrupted <- struct{}{}
-			return fuse.EINTR
-		case <-fs.end:
-			return fuse.EIO
+		if !r.Resent {
+			t.Error("request that was sent again: it is not marked")
 		}
+		began <- r.Unique
+		<-r.Done()
+		interrupted <- struct{}{}
+		return fuse.EINTR
 	}
 	first, err := NewDevFuse(dev, fs, resumeOptions())
 	kit.Must(t, err)
 	if keep {
 		kit.Must(t, first.KeepRequests())
-		defer first.requests.close()
+		defer first.memory.close()
 	}
 	kind, name, _ := strings.Cut(call, " ")
 	program := startCall(t, kind+" "+dir+"/"+name)
@@ -302,9 +300,8 @@ func testInterruptOfResent(t *testing.T, call string, late, keep bool) {
 		s.Serve()
 		close(served)
 	}()
-	in := <-began
-	if !Resent(&in) || Unique(&in) != unique {
-		t.Errorf("request that was sent again: got %#x, want %#x with the bit", in.Unique, unique)
+	if got := <-began; got != unique {
+		t.Errorf("request that was sent again: got %#x, want %#x", got, unique)
 	}
 	if late {
 		time.Sleep(20 * time.Millisecond)
@@ -319,32 +316,4 @@ func testInterruptOfResent(t *testing.T, call string, late, keep bool) {
 	_ = unix.Unmount(dir, unix.MNT_DETACH)
 	<-ended
 	<-served
-}
-
-// TestMarkInReplies checks that a reply has the number that the kernel knows: with the mark, if the
-// kernel has sent the request again.
-func TestMarkInReplies(t *testing.T) {
-	const unique = 42 | resent
-	for name, c := range map[string]struct {
-		front *DevFuse
-		want  uint64
-	}{
-		"devfuse":  {&DevFuse{}, unique},
-		"requests": {&DevFuse{requests: &requestMemory{}}, 42},
-	} {
-		t.Run(name, func(t *testing.T) {
-			r, w, err := os.Pipe()
-			kit.Must(t, err)
-			defer r.Close()
-			c.front.fd = int(w.Fd())
-			reply := make([]byte, headerSize)
-			(&worker{s: c.front}).Send(reply[:putError(reply, unique, unix.EIO)], nil, 0)
-			kit.Must(t, w.Close())
-			got, err := io.ReadAll(r)
-			kit.Must(t, err)
-			if n := binary.NativeEndian.Uint64(got[8:]); len(got) != headerSize || n != c.want {
-				t.Errorf("got %d bytes and number %#x, want %#x", len(got), n, c.want)
-			}
-		})
-	}
 }

@@ -88,10 +88,6 @@ type conn struct {
 	handler atomic.Pointer[kernel.Handler] // of the FUSE session; nil without one
 	large   chan []uint64                  // memory for each large request, nil at first
 
-	active struct {
-		sync.Mutex
-		requests []*request
-	}
 	idle struct { // requests that have ended, for reuse
 		sync.Mutex
 		requests []*request

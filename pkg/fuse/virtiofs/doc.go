@@ -72,7 +72,7 @@
 //
 // The file system learns that a request has its reply (Replied) after it was completed. A request
 // that was in progress is read again from the guest's memory, and handled again with the same
-// number and kernel.MarkResent. The guest may have changed it meanwhile, which harms only the guest.
+// number and kernel.Message.Resent. The guest may have changed it meanwhile, which harms only the guest.
 // FORGET is completed before it is handled, because it must not be handled twice: if the process is
 // killed in between, the file system keeps the node until the end of the session.
 //

@@ -68,7 +68,7 @@ func (f *waitingFS) Lookup(r *kernel.Request, name string, out *fuse.EntryOut) f
 		return f.FS.Lookup(r, name, out)
 	}
 	f.waiting.Add(1)
-	<-r.Interrupted()
+	<-r.Done()
 	return fuse.EINTR
 }
 
@@ -469,13 +469,15 @@ func (q *queue) lookup(dir uint64, name string) (*fuse.EntryOut, syscall.Errno) 
 
 func (q *queue) create(dir uint64, name string) *fuse.CreateOut {
 	q.v.t.Helper()
-	b, errno := q.do(encode(q.v, kernel.OpCreate, dir, fuse.CreateIn{Flags: syscall.O_RDWR, Mode: 0o644}, name, "\x00"), 256)
+	in := fuse.CreateIn{Flags: syscall.O_RDWR, Mode: 0o644}
+	b, errno := q.do(encode(q.v, kernel.OpCreate, dir, in, name, "\x00"), 256)
 	return out[fuse.CreateOut](q.v.t, b, errno)
 }
 
 func (q *queue) write(fh, node, off uint64, data string) syscall.Errno {
 	q.v.t.Helper()
-	_, errno := q.do(encode(q.v, kernel.OpWrite, node, fuse.WriteIn{Fh: fh, Offset: off, Size: uint32(len(data))}, data), 64)
+	in := fuse.WriteIn{Fh: fh, Offset: off, Size: uint32(len(data))}
+	_, errno := q.do(encode(q.v, kernel.OpWrite, node, in, data), 64)
 	return errno
 }
 

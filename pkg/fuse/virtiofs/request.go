@@ -44,8 +44,8 @@ type request struct {
 	msg    []byte                 // the request, in memory of this process
 	data   [][]byte               // of a WRITE, in the guest's memory
 	unique uint64                 // number that the guest gave
-	number uint64                 // number that this share gave, with the mark of kernel.MarkResent
-	index  int                    // guarded by conn.active
+	number uint64                 // number that this share gave
+	resent bool                   // an earlier process gave the number
 	size   int                    // bytes written to out
 
 	completed bool // the guest has the request back
@@ -81,7 +81,7 @@ func (q *request) recycle() {
 	}
 	clear(q.place)
 	clear(q.data)
-	q.ring, q.mem, q.msg, q.size, q.completed = nil, nil, nil, 0, false
+	q.ring, q.mem, q.msg, q.size, q.resent, q.completed = nil, nil, nil, 0, false, false
 	q.in, q.out, q.place, q.data = q.in[:0], q.out[:0], q.place[:0], q.data[:0]
 	q.c.idle.Lock()
 	defer q.c.idle.Unlock()
@@ -225,29 +225,10 @@ func (q *request) dispatch() {
 		q.fail(syscall.ENOTCONN)
 		return
 	}
-	c.addActive(q)
-	defer c.removeActive(q)
 	if q.handler != handler {
 		q.handler, q.fuse = handler, handler.NewRequest(q)
 	}
-	q.fuse.Handle(kernel.Message{In: q.msg, Data: q.data, Received: q.received})
-}
-
-func (c *conn) addActive(q *request) {
-	c.active.Lock()
-	defer c.active.Unlock()
-	q.index = len(c.active.requests)
-	c.active.requests = append(c.active.requests, q)
-}
-
-func (c *conn) removeActive(q *request) {
-	c.active.Lock()
-	defer c.active.Unlock()
-	last := len(c.active.requests) - 1
-	moved := c.active.requests[last]
-	c.active.requests[q.index], moved.index = moved, q.index
-	c.active.requests[last] = nil
-	c.active.requests = c.active.requests[:last]
+	q.fuse.Handle(kernel.Message{In: q.msg, Data: q.data, Received: q.received, Resent: q.resent})
 }
 
 // Room returns the size of the guest's memory for the reply.
@@ -367,19 +348,8 @@ func (c *conn) exclusive(f func()) {
 
 // interruptAll interrupts requests in progress.
 func (c *conn) interruptAll(which func(*request) bool) {
-	handler := c.handler.Load()
-	if handler == nil {
-		return
-	}
-	c.active.Lock()
-	var numbers []uint64
-	for _, q := range c.active.requests {
-		if which(q) {
-			numbers = append(numbers, q.number)
-		}
-	}
-	c.active.Unlock()
-	for _, number := range numbers {
-		handler.Interrupt(number) // an error means that the request has ended
-	}
+	c.s.fs.Requests().Interrupt(func(r *kernel.Request) bool {
+		q, ok := r.Transport().(*request)
+		return ok && q.c == c && which(q)
+	})
 }

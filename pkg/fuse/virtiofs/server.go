@@ -24,9 +24,10 @@ type FileSystem interface {
 	// next session must not use their numbers for other nodes and files.
 	EndSession()
 	// Resume is called before the requests of an earlier process are handled again, if the Server
-	// has a State of OpenState. pending are their numbers, as kernel.Unique. Replied is called for
-	// each of them.
+	// has a State of OpenState. pending are their numbers, as kernel.Request.Unique. Repeated is called
+	// when one of them has ended, also if it could not be handled.
 	Resume(pending []uint64)
+	Repeated(unique uint64)
 }
 
 // A Config configures a Server.
