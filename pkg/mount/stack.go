@@ -21,6 +21,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
+	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
@@ -376,15 +377,11 @@ func (s *mountStack) fsOptions(log hclog.Logger) vfs.Options {
 	o := vfs.Options{RSize: s.opts.RSize, WSize: s.opts.WSize, AcRegMin: s.opts.AcRegMin, AcRegMax: s.opts.AcRegMax,
 		AcDirMin: s.opts.AcDirMin, AcDirMax: s.opts.AcDirMax, NoAC: s.opts.NoAC, DirtyExpire: s.opts.DirtyExpire,
 		DirtyBytes: int64(s.opts.DirtyBytes), DirtyTotal: s.shared.dirty, Lost: s.lost, Failed: s.failed,
-		Invalid: s.invalidReply, Observe: s.observeOp,
-		Ended: s.phases.requestEnded, Warn: log.With("mount", s.dir).Warn,
+		Invalid: s.invalidReply, Observe: s.requestEnded, Warn: log.With("mount", s.dir).Warn,
 		SharedNames: s.opts.SharedNames, NoCTO: s.opts.NoCTO, Writeback: s.opts.Writeback,
 		Locks: s.locks, Guest: s.virtiofs,
 		ReadInPlace: s.anyMemory, LocalPosix: s.opts.LocalLock == lockPosix,
 		LocalFlock: s.opts.LocalLock == lockFlock}
-	if s.phases.traces != nil {
-		o.Tag = s.phases.traces.sample
-	}
 	if s.keeper != nil {
 		o.State, o.Buffers, o.Settled = s.keeper.state, s.keeper.buffers, s.settled
 	}
@@ -403,9 +400,12 @@ func (s *mountStack) fsOptions(log hclog.Logger) vfs.Options {
 	return o
 }
 
-func (s *mountStack) observeOp(r vfs.Sample) {
-	s.ops[r.Op].Observe(r.Duration)
-	s.usage.observe(&r)
+// requestEnded is vfs.Options.Observe.
+func (s *mountStack) requestEnded(r *kernel.Request) {
+	handled := r.Times.Total() - r.Times.Spent(ledger.PhaseQueue) - r.Times.Spent(ledger.PhaseReply)
+	s.ops[r.Op].Observe(handled)
+	s.usage.observe(r, handled)
+	s.phases.requestEnded(r)
 }
 
 // remaining returns the time until the deadline of ctx, or the default timeout of mountd.

@@ -117,29 +117,15 @@ type Options struct {
 	// Settled, if not nil, is called once after a continued mount has handled the requests of the
 	// earlier process.
 	Settled func()
-	// Observe, if not nil, is called after each request that the kernel waits for. Observe runs on
-	// the request's goroutine, may run concurrently, and must not block. Observe is not called for
-	// FORGET, RELEASE and FSYNCDIR.
-	Observe func(Sample)
-	// Ended, if not nil, is called for the same requests after their reply was written. As Observe,
-	// it runs on the request's goroutine, may run concurrently, and must not block. AddCall must
-	// then be called for each RPC.
-	Ended func(e Ended)
-	// Tag, if not nil, is called when a request begins that has Ended at its end. The request keeps
-	// the result for TagOf and Ended. Tag may run concurrently, and must not block.
-	Tag func() any
+	// Observe, if not nil, is called for each request after its reply was written. Observe runs on the
+	// request's goroutine, may run concurrently, and must not block. It is not called for FORGET,
+	// RELEASE, RELEASEDIR and FSYNCDIR. Request.AddCall must then be called for each RPC, see
+	// kernel.RequestOf.
+	Observe func(*kernel.Request)
 	// Warn, if not nil, logs a condition that an administrator should know, with key-value
 	// pairs. It is called at most once a minute for each condition, may run concurrently, and
 	// must not block.
 	Warn func(msg string, args ...any)
-}
-
-// A Sample describes a request that has ended.
-type Sample struct {
-	Op       kernel.Op
-	Owner    Owner         // the caller
-	Bytes    int           // file bytes that a READ returned or a WRITE accepted
-	Duration time.Duration // from the arrival to the result
 }
 
 // DefaultOptions returns the defaults of nfs(5).

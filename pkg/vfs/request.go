@@ -33,9 +33,6 @@ func (fs *FS) begin(k *kernel.Request) *request {
 	}
 	h := k.Header
 	r.begun, r.pid, r.state = true, h.Pid, fs.state
-	if fs.opts.Tag != nil {
-		k.Tag = fs.opts.Tag()
-	}
 	if !usesOpenCred(k.Op) {
 		r.cred = fs.creds.of(h.Uid, h.Gid, h.Pid)
 	}
@@ -86,7 +83,9 @@ func (fs *FS) end(r *request, err error) fuse.Status {
 // Replied ends a request and its record: the kernel has the reply.
 func (fs *FS) Replied(k *kernel.Request) {
 	if r, ok := k.FS.(*request); ok && r.begun {
-		fs.observe(k)
+		if fs.opts.Observe != nil {
+			fs.opts.Observe(k)
+		}
 		r.begun, r.cred, r.kept = false, nil, nil
 	}
 	fs.state.replied(k.Unique)

@@ -18,8 +18,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-// TestEndedHasThePhasesOfTheRequest delays each reply of the server by replyDelay.
-func TestEndedHasThePhasesOfTheRequest(t *testing.T) {
+// TestRequestHasThePhasesOfItsCalls delays each reply of the server by replyDelay.
+func TestRequestHasThePhasesOfItsCalls(t *testing.T) {
 	const replyDelay = 20 * time.Millisecond
 	plan, err := faults.Parse("seed=1,delay-reply=1:20ms")
 	must(t, err)
@@ -27,7 +27,11 @@ func TestEndedHasThePhasesOfTheRequest(t *testing.T) {
 	addr := netip.MustParseAddrPort(e.rdmaAddr)
 	e.dial = func(ctx context.Context) (transport, error) {
 		tr, err := xprt.New(xprt.Config{Provider: faults.New(softiwarp.New(softiwarp.Config{}), plan, nil), Addr: addr,
-			Observe: func(ctx context.Context, c xprt.Ended) { AddCall(ctx, &c.Times) }})
+			Observe: func(ctx context.Context, c xprt.Ended) {
+				if r := kernel.RequestOf(ctx); r != nil {
+					r.AddCall(&c.Times)
+				}
+			}})
 		if err != nil {
 			return nil, err
 		}
@@ -35,11 +39,12 @@ func TestEndedHasThePhasesOfTheRequest(t *testing.T) {
 	}
 	must(t, os.WriteFile(filepath.Join(e.dir, "file"), []byte("x"), 0o644))
 	var mu sync.Mutex
-	var all []Ended
-	m := e.mount(t, mountConfig{opts: Options{Ended: func(e Ended) {
+	var all []*kernel.Request
+	m := e.mount(t, mountConfig{opts: Options{Observe: func(r *kernel.Request) {
+		h := *r.Header
 		mu.Lock()
 		defer mu.Unlock()
-		all = append(all, e)
+		all = append(all, &kernel.Request{Header: &h, Op: r.Op, Status: r.Status, Calls: r.Calls, Times: r.Times})
 	}}})
 	wantContent(t, m.path("file"), []byte("x"))
 	must(t, os.WriteFile(m.path("new"), []byte("y"), 0o644))
@@ -70,8 +75,8 @@ func TestEndedHasThePhasesOfTheRequest(t *testing.T) {
 		if e.Calls == 0 && e.Times.Spent(ledger.PhaseSend) != 0 {
 			t.Errorf("%v without calls: got %+v, want no time in a phase of calls", e.Op, e.Times)
 		}
-		if e.Owner.UID != uint32(os.Getuid()) || e.Op == kernel.OpLookup && e.Owner.PID == 0 {
-			t.Errorf("%v: got owner %+v, want this user and a thread", e.Op, e.Owner)
+		if e.Header.Uid != uint32(os.Getuid()) || e.Op == kernel.OpLookup && e.Header.Pid == 0 {
+			t.Errorf("%v: got %+v, want this user and a thread", e.Op, e.Header)
 		}
 	}
 	for _, op := range []kernel.Op{kernel.OpLookup, kernel.OpOpen, kernel.OpRead, kernel.OpCreate} {
