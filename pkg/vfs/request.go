@@ -87,6 +87,7 @@ func (fs *FS) Replied(k *kernel.Request) {
 			fs.opts.Observe(k)
 		}
 		r.begun, r.cred, r.kept = false, nil, nil
+		r.target.reset(fs)
 	}
 	fs.state.replied(k.Unique)
 }

@@ -334,19 +334,10 @@ func (fs *nullFS) Write(_ *kernel.Request, in *fuse.WriteIn, data [][]byte) (uin
 	return in.Size, fuse.OK
 }
 
-// A nullResult is the result of a READ: slices of chunks.
-type nullResult struct{ slices [][]byte }
-
-func (r *nullResult) Slices() ([][]byte, fuse.Status)    { return r.slices, fuse.OK }
-func (r *nullResult) Bytes([]byte) ([]byte, fuse.Status) { return nil, fuse.EIO } // not called
-func (r *nullResult) Size() int                          { return 0 }
-func (r *nullResult) Done()                              {}
-
-func (fs *nullFS) ReadTo(_ *kernel.Request, in *fuse.ReadIn, _ [][]byte) (int, fuse.ReadResult, fuse.Status) {
+func (fs *nullFS) Read(_ *kernel.Request, in *fuse.ReadIn, _ [][]byte) (_ int, data [][]byte, _ fuse.Status) {
 	n := fs.node(in.NodeId)
 	n.data.RLock()
 	defer n.data.RUnlock()
-	r := &nullResult{}
 	end := min(int64(in.Offset)+int64(in.Size), n.data.size)
 	for off := int64(in.Offset); off < end; {
 		i, at := int(off/chunkSize), int(off%chunkSize)
@@ -355,10 +346,10 @@ func (fs *nullFS) ReadTo(_ *kernel.Request, in *fuse.ReadIn, _ [][]byte) (int, f
 			return 0, nil, fuse.EIO // a hole; the workloads make none
 		}
 		s := c[at:min(int64(len(c)), int64(at)+end-off)]
-		r.slices = append(r.slices, s)
+		data = append(data, s)
 		off += int64(len(s))
 	}
-	return 0, r, fuse.OK
+	return 0, data, fuse.OK
 }
 
 // raiseReadAhead sets the read-ahead of a FUSE mount to 1 MiB, as nfsrdmad does.

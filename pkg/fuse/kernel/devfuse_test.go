@@ -61,10 +61,10 @@ func TestSlowRequestsBlockNoOther(t *testing.T) {
 	fs := newTestFS()
 	release := make(chan struct{})
 	var pending atomic.Int32
-	fs.read = func(_ *Request, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
+	fs.read = func(r *Request, in *fuse.ReadIn) ([][]byte, fuse.Status) {
 		pending.Add(1)
 		<-release
-		return fs.result(make([]byte, in.Size)), fuse.OK
+		return give(r, make([]byte, in.Size)), fuse.OK
 	}
 	m := mount(t, fs)
 	fd := open(t, m.path("data"), unix.O_RDONLY|unix.O_DIRECT)
@@ -94,7 +94,7 @@ func TestSlowRequestsBlockNoOther(t *testing.T) {
 func TestEndOfConnectionEndsRequests(t *testing.T) {
 	fs := newTestFS()
 	began := make(chan struct{})
-	fs.read = func(r *Request, _ *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
+	fs.read = func(r *Request, _ *fuse.ReadIn) ([][]byte, fuse.Status) {
 		close(began)
 		<-r.Done()
 		return nil, fuse.EINTR
@@ -145,9 +145,9 @@ func TestNotificationsReachKernel(t *testing.T) { withAndWithoutHelper(t, testNo
 func testNotifications(t *testing.T, mount func(*testFS) *testMount) {
 	fs := newTestFS()
 	var reads atomic.Int32
-	fs.read = func(_ *Request, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
+	fs.read = func(r *Request, in *fuse.ReadIn) ([][]byte, fuse.Status) {
 		reads.Add(1)
-		return fs.result(make([]byte, in.Size)), fuse.OK
+		return give(r, make([]byte, in.Size)), fuse.OK
 	}
 	m := mount(fs)
 	var fd int
@@ -209,9 +209,9 @@ func TestExtendSize(t *testing.T) { withAndWithoutHelper(t, testExtendSize) }
 func testExtendSize(t *testing.T, mount func(*testFS) *testMount) {
 	fs := newTestFS()
 	var reads atomic.Int32
-	fs.read = func(_ *Request, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
+	fs.read = func(r *Request, in *fuse.ReadIn) ([][]byte, fuse.Status) {
 		reads.Add(1)
-		return fs.result(bytes.Repeat([]byte{7}, int(in.Size))), fuse.OK
+		return give(r, bytes.Repeat([]byte{7}, int(in.Size))), fuse.OK
 	}
 	m := mount(fs)
 	fd := open(t, m.path("data"), unix.O_RDONLY)
@@ -286,7 +286,6 @@ func (k *kernel) serve(fs *testFS) {
 		<-served
 		_ = unix.Close(k.fd)
 		kit.Must(k.t, k.dev.Close())
-		fs.checkDone(k.t)
 	})
 }
 
@@ -388,7 +387,7 @@ func TestRepliedFollowsEachReply(t *testing.T) {
 	fs := newTestFS()
 	fs.keepReplied = true
 	release, began := make(chan struct{}), make(chan struct{})
-	fs.read = func(r *Request, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
+	fs.read = func(r *Request, in *fuse.ReadIn) ([][]byte, fuse.Status) {
 		switch in.Offset {
 		case 1:
 			panic("test")
@@ -397,7 +396,7 @@ func TestRepliedFollowsEachReply(t *testing.T) {
 			<-r.Done()
 			return nil, fuse.EINTR
 		}
-		return fs.data(in), fuse.OK
+		return give(r, fileData(int64(in.Offset), int(in.Size))), fuse.OK
 	}
 	fs.lookup = func(*Request) fuse.Status {
 		<-release
@@ -446,7 +445,7 @@ func TestRepliedFollowsEachReply(t *testing.T) {
 func TestInterruptOfRead(t *testing.T) {
 	fs := newTestFS()
 	began := make(chan uint64)
-	fs.read = func(r *Request, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
+	fs.read = func(r *Request, in *fuse.ReadIn) ([][]byte, fuse.Status) {
 		began <- in.Unique
 		<-r.Done()
 		return nil, fuse.EINTR
@@ -472,21 +471,18 @@ func TestInterruptOfRead(t *testing.T) {
 func TestBadReadResults(t *testing.T) {
 	for _, c := range []struct {
 		name string
-		read func(fs *testFS) (fuse.ReadResult, fuse.Status)
+		read func() ([][]byte, fuse.Status)
 		want syscall.Errno
 	}{
-		{"error", func(*testFS) (fuse.ReadResult, fuse.Status) { return nil, fuse.EACCES }, unix.EACCES},
-		{"panic", func(*testFS) (fuse.ReadResult, fuse.Status) { panic("test") }, unix.EUCLEAN},
-		{"more than requested", func(fs *testFS) (fuse.ReadResult, fuse.Status) {
-			return fs.result(make([]byte, 4096), make([]byte, 1)), fuse.OK
+		{"error", func() ([][]byte, fuse.Status) { return nil, fuse.EACCES }, unix.EACCES},
+		{"panic", func() ([][]byte, fuse.Status) { panic("test") }, unix.EUCLEAN},
+		{"more than requested", func() ([][]byte, fuse.Status) {
+			return [][]byte{make([]byte, 4096), make([]byte, 1)}, fuse.OK
 		}, unix.EIO},
-		{"no slices", func(*testFS) (fuse.ReadResult, fuse.Status) {
-			return fuse.ReadResultData(make([]byte, 10)), fuse.OK
-		}, unix.EUCLEAN},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			fs := newTestFS()
-			fs.read = func(*Request, *fuse.ReadIn) (fuse.ReadResult, fuse.Status) { return c.read(fs) }
+			fs.read = func(*Request, *fuse.ReadIn) ([][]byte, fuse.Status) { return c.read() }
 			k := newKernel(t)
 			k.serve(fs)
 			k.sendRead(4, 4096)
@@ -564,11 +560,3 @@ func TestReadErrorsAreRetried(t *testing.T) {
 	}
 	kit.Eventually(t, "message", func() bool { return strings.Contains(k.log.String(), "request of 10 bytes") })
 }
-
-type constResult struct {
-	fuse.ReadResult
-	vecs [][]byte
-}
-
-func (r *constResult) Slices() ([][]byte, fuse.Status) { return r.vecs, fuse.OK }
-func (r *constResult) Done()                           {}

@@ -23,13 +23,11 @@ type FileSystem interface {
 	Link(r *Request, in *fuse.LinkIn, name string, out *fuse.EntryOut) fuse.Status
 	Open(r *Request, in *fuse.OpenIn, out *fuse.OpenOut) fuse.Status
 	Create(r *Request, in *fuse.CreateIn, name string, out *fuse.CreateOut) fuse.Status
-	// ReadTo handles a READ. place, if not nil, is memory for in.Size bytes, in pieces. ReadTo may
-	// write the data there: it then returns the number of bytes and no result. What else it writes
-	// there is lost. It must not read from place, and not write to it after it has returned.
-	//
-	// Otherwise ReadTo returns a result with the method Slices of fuse.ReadResultVector. The slices
-	// stay valid until Done, which is called exactly once for each result.
-	ReadTo(r *Request, in *fuse.ReadIn, place [][]byte) (n int, res fuse.ReadResult, status fuse.Status)
+	// Read handles a READ. place, if not nil, is memory for in.Size bytes, in pieces. Read may write the
+	// data there: it then returns the number of bytes and no other data. What else it writes there is
+	// lost. It must not read from place, and not write to it after it has returned. The data that Read
+	// returns otherwise stays valid until Replied.
+	Read(r *Request, in *fuse.ReadIn, place [][]byte) (placed int, data [][]byte, status fuse.Status)
 	// Write takes the data, which can change meanwhile, and returns the number of bytes.
 	Write(r *Request, in *fuse.WriteIn, data [][]byte) (uint32, fuse.Status)
 	Flush(r *Request, in *fuse.FlushIn) fuse.Status

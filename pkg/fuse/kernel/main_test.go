@@ -58,7 +58,7 @@ type testFS struct {
 	FileSystem // nil: other methods panic
 
 	// read handles READs, and lookup is called for each LOOKUP, if not nil.
-	read   func(r *Request, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status)
+	read   func(r *Request, in *fuse.ReadIn) ([][]byte, fuse.Status)
 	lookup func(r *Request) fuse.Status
 	delay  time.Duration // of a LOOKUP
 
@@ -70,7 +70,6 @@ type testFS struct {
 	warnings    logBuffer
 
 	mu      sync.Mutex
-	out     int      // results that are not done
 	written [][]byte // data of WRITEs
 	replied []uint64 // arguments of Replied, if keepReplied
 }
@@ -145,15 +144,15 @@ func (fs *testFS) takeWritten() []byte {
 	return data
 }
 
-func (fs *testFS) ReadTo(r *Request, in *fuse.ReadIn, place [][]byte) (int, fuse.ReadResult, fuse.Status) {
+func (fs *testFS) Read(r *Request, in *fuse.ReadIn, place [][]byte) (int, [][]byte, fuse.Status) {
 	if fs.read != nil {
-		res, status := fs.read(r, in)
-		return 0, res, status
-	}
-	if place == nil {
-		return 0, fs.data(in), fuse.OK
+		data, status := fs.read(r, in)
+		return 0, data, status
 	}
 	data := fileData(int64(in.Offset), int(in.Size))
+	if place == nil {
+		return 0, give(r, data[:len(data)/3], data[len(data)/3:]), fuse.OK
+	}
 	n := 0
 	for _, p := range place {
 		clear(p)
@@ -162,10 +161,10 @@ func (fs *testFS) ReadTo(r *Request, in *fuse.ReadIn, place [][]byte) (int, fuse
 	return n, nil, fuse.OK
 }
 
-// data returns the data of the file.
-func (fs *testFS) data(in *fuse.ReadIn) *testResult {
-	data := fileData(int64(in.Offset), int(in.Size))
-	return fs.result(data[:len(data)/3], data[len(data)/3:])
+// give returns data that Replied clears, as the next user of a buffer does.
+func give(r *Request, data ...[]byte) [][]byte {
+	r.FS = data
+	return data
 }
 
 // fileData returns n bytes of the file, or fewer at its end.
@@ -181,6 +180,12 @@ func fileData(off int64, n int) []byte {
 func (fs *testFS) Requests() *Requests { return &fs.requests }
 
 func (fs *testFS) Replied(r *Request) {
+	if data, ok := r.FS.([][]byte); ok {
+		for _, b := range data {
+			clear(b)
+		}
+		r.FS = nil
+	}
 	if fs.keepReplied {
 		fs.mu.Lock()
 		defer fs.mu.Unlock()
@@ -206,41 +211,6 @@ func (fs *testFS) takeReplied(t testing.TB, n int) []uint64 {
 
 func (fs *testFS) Warn(msg string, args ...any) {
 	fmt.Fprintln(&fs.warnings, append([]any{msg}, args...)...)
-}
-
-// A testResult counts its end in testFS.out.
-type testResult struct {
-	fuse.ReadResult
-	vecs [][]byte
-	fs   *testFS
-}
-
-func (fs *testFS) result(vecs ...[]byte) *testResult {
-	fs.mu.Lock()
-	defer fs.mu.Unlock()
-	fs.out++
-	return &testResult{vecs: vecs, fs: fs}
-}
-
-func (r *testResult) Slices() ([][]byte, fuse.Status) { return r.vecs, fuse.OK }
-
-func (r *testResult) Done() {
-	r.fs.mu.Lock()
-	defer r.fs.mu.Unlock()
-	r.fs.out--
-	for _, v := range r.vecs {
-		clear(v) // as the next user of the buffer
-	}
-}
-
-// checkDone checks that Done was called once for each result.
-func (fs *testFS) checkDone(t testing.TB) {
-	t.Helper()
-	fs.mu.Lock()
-	defer fs.mu.Unlock()
-	if fs.out != 0 {
-		t.Errorf("results without Done: got %d, want 0", fs.out)
-	}
 }
 
 // A logBuffer collects the messages of a connection.
@@ -298,7 +268,6 @@ func mount(t testing.TB, fs *testFS) *testMount {
 			t.Error(err)
 		}
 		m.awaitEnd(t)
-		fs.checkDone(t)
 	})
 	return m
 }

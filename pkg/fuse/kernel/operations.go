@@ -244,28 +244,19 @@ func rename2(fs FileSystem, r *Request) fuse.Status {
 	return fs.Rename(r, r.name, in.Newdir, r.other, in.Flags)
 }
 
-// vectors are the results of FileSystem.ReadTo.
-type vectors interface {
-	Slices() ([][]byte, fuse.Status)
-}
-
 func readSize(r *Request) uint32 { return arg[fuse.ReadIn](r).Size }
 
-func read(fs FileSystem, r *Request) (status fuse.Status) {
+func read(fs FileSystem, r *Request) fuse.Status {
 	in := arg[fuse.ReadIn](r)
 	if !isRange(in.Offset, in.Size) {
 		return fuse.Status(unix.EFBIG)
 	}
-	r.placed, r.res, status = fs.ReadTo(r, in, r.t.Place(int(in.Size)))
-	if r.res != nil && status.Ok() {
-		var data [][]byte
-		data, status = r.res.(vectors).Slices()
-		r.data = append(r.data, data...)
-	}
-	if n := r.placed + size(r.data); status.Ok() && n > int(in.Size) {
+	placed, data, status := fs.Read(r, in, r.t.Place(int(in.Size)))
+	if n := placed + size(data); status.Ok() && n > int(in.Size) {
 		r.h.opts.Logger.Printf("READ of %d bytes returned %d", in.Size, n)
 		return fuse.EIO
 	}
+	r.placed, r.data = placed, append(r.data, data...)
 	return status
 }
 

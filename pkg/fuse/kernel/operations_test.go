@@ -210,8 +210,8 @@ func TestInvalidRequests(t *testing.T) {
 func TestRequestsDoNotAllocate(t *testing.T) {
 	kit.CountsAllocations(t)
 	fs := newTestFS()
-	res := &constResult{vecs: [][]byte{make([]byte, 4096)}}
-	fs.read = func(*Request, *fuse.ReadIn) (fuse.ReadResult, fuse.Status) { return res, fuse.OK }
+	data := [][]byte{make([]byte, 4096)}
+	fs.read = func(*Request, *fuse.ReadIn) ([][]byte, fuse.Status) { return data, fuse.OK }
 	h := NewHandler(&quietFS{fs}, options(&logBuffer{}))
 	w := (&DevFuse{Handler: h, fd: open(t, "/dev/null", unix.O_WRONLY)}).newWorker()
 	for _, m := range []Message{message(OpLookup, fuse.InHeader{}, "name\x00"), message(OpGetAttr, fuse.GetAttrIn{}, ""),

@@ -108,7 +108,6 @@ type Request struct {
 	fixed  int      // bytes without data
 	data   [][]byte // follows the fixed part
 	placed int      // bytes of data in the memory of Place
-	res    fuse.ReadResult
 	reply  [smallReply / 8]uint64
 	large  []byte // memory of room
 
@@ -264,12 +263,9 @@ func (r *Request) end() {
 		r.Times.Mark(ledger.PhaseReply, ledger.Now())
 		r.h.fs.Replied(r)
 	}
-	if r.res != nil {
-		r.res.Done()
-	}
 	clear(r.data)
 	r.Header, r.in, r.payload, r.written, r.one[0], r.data = nil, nil, nil, nil, nil, r.data[:0]
-	r.res, r.placed = nil, 0
+	r.placed = 0
 	if len(r.large) > keepReply {
 		r.large = nil
 	}

@@ -272,7 +272,7 @@ func testInterruptOfResent(t *testing.T, call string, late, keep bool) {
 	if kind == "stat" {
 		fs.lookup = wait
 	} else {
-		fs.read = func(r *Request, _ *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
+		fs.read = func(r *Request, _ *fuse.ReadIn) ([][]byte, fuse.Status) {
 			return nil, wait(r)
 		}
 	}

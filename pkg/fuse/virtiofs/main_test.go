@@ -48,12 +48,12 @@ type waitingFS struct {
 	gathered atomic.Int32 // WRITEs from several places of the guest's memory
 }
 
-func (f *waitingFS) ReadTo(r *kernel.Request, in *fuse.ReadIn, place [][]byte) (int, fuse.ReadResult, fuse.Status) {
-	n, res, status := f.FS.ReadTo(r, in, place)
-	if place != nil && res == nil && status.Ok() {
+func (f *waitingFS) Read(r *kernel.Request, in *fuse.ReadIn, place [][]byte) (int, [][]byte, fuse.Status) {
+	n, data, status := f.FS.Read(r, in, place)
+	if place != nil && data == nil && status.Ok() {
 		f.placed.Add(1)
 	}
-	return n, res, status
+	return n, data, status
 }
 
 func (f *waitingFS) Write(r *kernel.Request, in *fuse.WriteIn, data [][]byte) (uint32, fuse.Status) {
