@@ -43,8 +43,8 @@ func (t *traces) operation(r *kernel.Request) *otlp.Operation {
 	return r.Tag.(*otlp.Operation)
 }
 
-// rpcEnded adds an RPC to its request r if the request is sampled. It samples RPCs that belong to no
-// request.
+// rpcEnded adds an RPC to its request r if the request is sampled. It samples RPCs that belong to
+// no request.
 func (t *traces) rpcEnded(ctx context.Context, r *kernel.Request, connection int, peer func() netip.AddrPort,
 	c *xprt.Ended) {
 	var o *otlp.Operation

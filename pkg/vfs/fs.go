@@ -117,10 +117,10 @@ type Options struct {
 	// Settled, if not nil, is called once after a continued mount has handled the requests of the
 	// earlier process.
 	Settled func()
-	// Observe, if not nil, is called for each request after its reply was written. Observe runs on the
-	// request's goroutine, may run concurrently, and must not block. It is not called for FORGET,
-	// RELEASE, RELEASEDIR and FSYNCDIR. Request.AddCall must then be called for each RPC, see
-	// kernel.RequestOf.
+	// Observe, if not nil, is called for each request after its reply was written. Observe runs on
+	// the request's goroutine, may run concurrently, and must not block. It is not called for
+	// FORGET, RELEASE, RELEASEDIR and FSYNCDIR. Request.AddCall must then be called for each RPC,
+	// see kernel.RequestOf.
 	Observe func(*kernel.Request)
 	// Warn, if not nil, logs a condition that an administrator should know, with key-value
 	// pairs. It is called at most once a minute for each condition, may run concurrently, and

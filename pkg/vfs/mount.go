@@ -217,8 +217,8 @@ func (s *Server) options(opts *MountOptions, acl bool) kernel.Options {
 	return s.fs.protocolOptions(opts.Logger, acl)
 }
 
-// GuestOptions returns the options of the FUSE protocol for a connection other than /dev/fuse. They are
-// the same for each process that serves the mount.
+// GuestOptions returns the options of the FUSE protocol for a connection other than /dev/fuse. They
+// are the same for each process that serves the mount.
 func (fs *FS) GuestOptions(logger *log.Logger) kernel.Options {
 	return fs.protocolOptions(logger, fs.state.guestACL(fs.acl != nil))
 }
@@ -238,9 +238,9 @@ func (s *Server) serve() {
 	_, _ = s.umount(unix.MNT_DETACH) // callers of Unmount get the error
 }
 
-// capabilities returns the capabilities of the kernel's FUSE client that the file system uses. On an
-// ID-mapped mount the kernel does not say who makes most requests. Without CAP_ALLOW_IDMAP the kernel
-// refuses to make one, as for Linux's NFS client.
+// capabilities returns the capabilities of the kernel's FUSE client that the file system uses. On
+// an ID-mapped mount the kernel does not say who makes most requests. Without CAP_ALLOW_IDMAP the
+// kernel refuses to make one, as for Linux's NFS client.
 func (fs *FS) capabilities(acl bool) uint64 {
 	// The server clears set-user-ID and set-group-ID bits when another user writes to or chowns a
 	// file. Without HANDLE_KILLPRIV the kernel would send a SETATTR as the writer, who may not have

@@ -77,10 +77,10 @@ func NewDevFuse(dev *Device, fs FileSystem, opts Options) (*DevFuse, error) {
 // what it knows.
 //
 // Serve then first handles the requests again that have no reply. The other process may have
-// executed them, see Request.Resent. The requests come from the kernel, or from mem after KeepRequests. An
-// INTERRUPT for them comes again, too. The kernel drops a request that waits to be sent again when
-// the caller of the request is killed. Linux before 6.9 cannot send requests again: Resume without
-// mem returns ErrNoResend.
+// executed them, see Request.Resent. The requests come from the kernel, or from mem after
+// KeepRequests. An INTERRUPT for them comes again, too. The kernel drops a request that waits to be
+// sent again when the caller of the request is killed. Linux before 6.9 cannot send requests again:
+// Resume without mem returns ErrNoResend.
 func Resume(dev *Device, fs FileSystem, opts Options, init []byte, mem *os.File) (*DevFuse, error) {
 	s := newDevFuse(dev, fs, opts)
 	_, err := s.Negotiate(init)

@@ -489,6 +489,9 @@ func TestBadReadResults(t *testing.T) {
 			if errno, data := k.receive(4); errno != c.want || len(data) != 0 {
 				t.Errorf("reply: got %v and %d bytes, want %v without data", errno, len(data), c.want)
 			}
+			if w, ok := fs.requests.Oldest(); ok {
+				t.Errorf("in progress after the reply: got %+v, want no request", w)
+			}
 			fs.read = nil
 			k.sendRead(6, 4096)
 			if errno, data := k.receive(6); errno != 0 || len(data) != 4096 {

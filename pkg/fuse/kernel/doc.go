@@ -1,7 +1,7 @@
 // Package kernel connects a file system to the kernel's FUSE client.
 //
-// The package owns the connection: it reads requests, checks and decodes them, calls the file system,
-// writes replies, and sends notifications. The types of the messages are those of go-fuse.
+// The package owns the connection: it reads requests, checks and decodes them, calls the file
+// system, writes replies, and sends notifications. The types of the messages are those of go-fuse.
 //
 // # Files
 //
@@ -28,10 +28,11 @@
 //
 // # The end of requests
 //
-// A Request is the context of the calls that are made for it. INTERRUPT tells that the calling thread
-// has a signal, and not which one. While interrupted requests are in progress, a timer therefore looks
-// for fatal signals in /proc/PID/status, and closes Request.Done of those that have one. The end of the
-// connection and Requests.Abort close it for all requests, and any signal for the wait for a lock.
+// A Request is the context of the calls that are made for it. INTERRUPT tells that the calling
+// thread has a signal, and not which one. While interrupted requests are in progress, a timer
+// therefore looks for fatal signals in /proc/PID/status, and closes Request.Done of those that have
+// one. The end of the connection and Requests.Abort close it for all requests, and any signal for
+// the wait for a lock.
 //
 // # Takeover
 //
@@ -66,10 +67,10 @@
 //
 // # Checks
 //
-// A request gets EINVAL if its sizes, strings or names are invalid, and ENOSYS if the table does not
-// have the operation. A request of a virtual machine can be anything, see package virtiofs. A panic of
-// the file system gets the status of Options.Panicked.
+// A request gets EINVAL if its sizes, strings or names are invalid, and ENOSYS if the table does
+// not have the operation. A request of a virtual machine can be anything, see package virtiofs. A
+// panic of the file system gets the status of Options.Panicked.
 //
-// The package allocates nothing for the most frequent operations, except a name that is not among the
-// last ones.
+// The package allocates nothing for the most frequent operations, except a name that is not among
+// the last ones.
 package kernel

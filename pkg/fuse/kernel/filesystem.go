@@ -23,10 +23,10 @@ type FileSystem interface {
 	Link(r *Request, in *fuse.LinkIn, name string, out *fuse.EntryOut) fuse.Status
 	Open(r *Request, in *fuse.OpenIn, out *fuse.OpenOut) fuse.Status
 	Create(r *Request, in *fuse.CreateIn, name string, out *fuse.CreateOut) fuse.Status
-	// Read handles a READ. place, if not nil, is memory for in.Size bytes, in pieces. Read may write the
-	// data there: it then returns the number of bytes and no other data. What else it writes there is
-	// lost. It must not read from place, and not write to it after it has returned. The data that Read
-	// returns otherwise stays valid until Replied.
+	// Read handles a READ. place, if not nil, is memory for in.Size bytes, in pieces. Read may
+	// write the data there: it then returns the number of bytes and no other data. What else it
+	// writes there is lost. It must not read from place, and not write to it after it has returned.
+	// The data that Read returns otherwise stays valid until Replied.
 	Read(r *Request, in *fuse.ReadIn, place [][]byte) (placed int, data [][]byte, status fuse.Status)
 	// Write takes the data, which can change meanwhile, and returns the number of bytes.
 	Write(r *Request, in *fuse.WriteIn, data [][]byte) (uint32, fuse.Status)
@@ -50,9 +50,9 @@ type FileSystem interface {
 	SetLk(r *Request, in *fuse.LkIn) fuse.Status
 	SetLkw(r *Request, in *fuse.LkIn) fuse.Status
 
-	// Replied is called after the reply to a request was written, also if the write failed. The kernel
-	// does not send this request again, unless the write failed. Replied is not called for requests
-	// without reply (FORGET, BATCH_FORGET, INTERRUPT) and for INIT.
+	// Replied is called after the reply to a request was written, also if the write failed. The
+	// kernel does not send this request again, unless the write failed. Replied is not called for
+	// requests without reply (FORGET, BATCH_FORGET, INTERRUPT) and for INIT.
 	Replied(r *Request)
 	// Requests returns the requests in progress. It always returns the same.
 	Requests() *Requests

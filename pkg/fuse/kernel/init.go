@@ -12,13 +12,13 @@ import (
 
 // Options configures a connection.
 type Options struct {
-	// MaxWrite bounds the data of one READ or WRITE in bytes, and MaxReadAhead what the kernel reads
-	// before a program asks for it.
+	// MaxWrite bounds the data of one READ or WRITE in bytes, and MaxReadAhead what the kernel
+	// reads before a program asks for it.
 	MaxWrite, MaxReadAhead int
 	// MaxBackground bounds the requests in flight that no program waits for.
 	MaxBackground int
-	// Capabilities are what the file system uses of the kernel's FUSE client (fuse.CAP_READDIRPLUS and
-	// the like), besides what each connection uses.
+	// Capabilities are what the file system uses of the kernel's FUSE client (fuse.CAP_READDIRPLUS
+	// and the like), besides what each connection uses.
 	Capabilities uint64
 	// XAttrs forwards the requests for extended attributes. Without it they get ENOSYS.
 	XAttrs bool

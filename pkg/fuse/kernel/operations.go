@@ -64,8 +64,8 @@ func (o Op) String() string {
 	return "unknown"
 }
 
-// RepliesData reports whether the reply to an operation has data of a size that the request tells, in
-// memory of a Request.
+// RepliesData reports whether the reply to an operation has data of a size that the request tells,
+// in memory of a Request.
 func (o Op) RepliesData() bool { return o != OpRead && operationOf(o).data != nil }
 
 // An operation is what this package knows about an Op.
@@ -317,7 +317,8 @@ func isName(b []byte) bool {
 	return len(b) > 0 && string(b) != "." && string(b) != ".." && bytes.IndexByte(b, '/') < 0
 }
 
-// oneName, twoNames, nameAndTarget and attribute decode strings. They return false for invalid ones.
+// oneName, twoNames, nameAndTarget and attribute decode strings. They return false for invalid
+// ones.
 func oneName(r *Request) bool {
 	b, ok := r.next()
 	r.name = r.h.names.get(b)

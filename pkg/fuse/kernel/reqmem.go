@@ -250,7 +250,8 @@ func (s *DevFuse) repeat() {
 	s.memory.left = nil
 }
 
-// interruptBit is FUSE_INT_REQ_BIT: the number of an INTERRUPT is that of its request with this bit.
+// interruptBit is FUSE_INT_REQ_BIT: the number of an INTERRUPT is that of its request with this
+// bit.
 const interruptBit = 1
 
 // isWaiting reports whether the kernel still waits for the reply to a request. It answers an

@@ -54,7 +54,8 @@ type Transport interface {
 	// the reply is sent.
 	Place(n int) [][]byte
 	// Send sends a reply: a message that begins with a fuse.OutHeader, and data that follows it.
-	// placed is the size of the data if it is in the memory of Place. All is valid until Send returns.
+	// placed is the size of the data if it is in the memory of Place. All is valid until Send
+	// returns.
 	Send(reply []byte, data [][]byte, placed int)
 }
 
@@ -66,24 +67,24 @@ type Message struct {
 	// Data is the data of a WRITE, unless it is in In. Others may change it.
 	Data     [][]byte
 	Received ledger.Time
-	// Resent is set if an earlier process has received the request, and this process got it by other
-	// means than from the kernel.
+	// Resent is set if an earlier process has received the request, and this process got it by
+	// other means than from the kernel.
 	Resent bool
 }
 
-// A Request is one request of the kernel, from its arrival to the end of its reply, and the context of
-// the calls that are made for it. A transport uses it for one request after the other. Only the goroutine of the
-// request uses it, except for the methods of context.Context and Caller.
+// A Request is one request of the kernel, from its arrival to the end of its reply, and the context
+// of the calls that are made for it. A transport uses it for one request after the other. Only the
+// goroutine of the request uses it, except for the methods of context.Context and Caller.
 type Request struct {
 	Header *fuse.InHeader
 	Op     Op // OpRename also for OpRename2
-	// Unique is the number of the request. It stays the same when the request is sent again. No other
-	// request of the file system has the number.
+	// Unique is the number of the request. It stays the same when the request is sent again. No
+	// other request of the file system has the number.
 	Unique uint64
 	// Resent is set if the request was sent again: an earlier process may have executed it.
 	Resent bool
-	// Times are the phases since the arrival, Calls the RPCs that have ended, and Bytes the bytes of a
-	// file that were read or written. Status is that of the reply.
+	// Times are the phases since the arrival, Calls the RPCs that have ended, and Bytes the bytes
+	// of a file that were read or written. Status is that of the reply.
 	Times  ledger.Times
 	Calls  int
 	Bytes  int
@@ -127,9 +128,9 @@ func (h *Handler) NewRequest(t Transport) *Request { return &Request{h: h, t: t}
 // Transport returns the Transport of the reply.
 func (r *Request) Transport() Transport { return r.t }
 
-// Caller returns the thread and the user that made the system call. pid is 0 when the thread is in another
-// PID namespace or in a virtual machine, or belongs to the kernel. Caller can return the caller of the
-// next request when a request ends meanwhile.
+// Caller returns the thread and the user that made the system call. pid is 0 when the thread is in
+// another PID namespace or in a virtual machine, or belongs to the kernel. Caller can return the
+// caller of the next request when a request ends meanwhile.
 func (r *Request) Caller() (pid, uid uint32) {
 	both := r.owner.Load()
 	return uint32(both), uint32(both >> 32)
@@ -144,9 +145,9 @@ func (r *Request) AddCall(rpc *ledger.Times) {
 // Deadline returns no deadline.
 func (r *Request) Deadline() (time.Time, bool) { return time.Time{}, false }
 
-// Done returns a channel that is closed when no program needs the result any more: the calling thread
-// has a fatal signal, the connection has ended, or the file system is aborted. A signal of any kind
-// closes it for OpSetLkw.
+// Done returns a channel that is closed when no program needs the result any more: the calling
+// thread has a fatal signal, the connection has ended, or the file system is aborted. A signal of
+// any kind closes it for OpSetLkw.
 func (r *Request) Done() <-chan struct{} { return r.done }
 
 // Err returns context.Canceled after Done is closed.
@@ -282,8 +283,8 @@ func (r *Request) send() {
 	r.t.Send(reply[:r.fixed], r.data, r.placed)
 }
 
-// PollFile is a name in the root directory of a mount. The kernel learns by a poll(2) of this file that
-// it need not send POLL requests. The file system does not know the file.
+// PollFile is a name in the root directory of a mount. The kernel learns by a poll(2) of this file
+// that it need not send POLL requests. The file system does not know the file.
 const PollFile = ".nfsrdmad-poll"
 
 // pollNode is the node of PollFile.

@@ -13,24 +13,25 @@ import (
 )
 
 const (
-	// signalPoll is the interval of checks of interrupted requests. A fatal signal may follow a harmless
-	// one, and the kernel reports only the first signal, so polling is necessary.
+	// signalPoll is the interval of checks of interrupted requests. A fatal signal may follow a
+	// harmless one, and the kernel reports only the first signal, so polling is necessary.
 	signalPoll = 50 * time.Millisecond
-	// maxEarly bounds the INTERRUPTs that are kept for requests that have not begun, and keepEarly is how
-	// long they are kept.
+	// maxEarly bounds the INTERRUPTs that are kept for requests that have not begun, and keepEarly
+	// is how long they are kept.
 	maxEarly  = 1024
 	keepEarly = ledger.Time(5 * time.Second)
 )
 
-// Requests are the requests of a file system in progress, on whatever connection. They end a request,
-// see Request.Done, when no program needs its result any more. Their zero value has no requests. The
-// methods are safe for concurrent use.
+// Requests are the requests of a file system in progress, on whatever connection. They end a
+// request, see Request.Done, when no program needs its result any more. Their zero value has no
+// requests. The methods are safe for concurrent use.
 //
 // One timer checks all interrupted requests, and runs only while there are some. A goroutine per
 // request would cost more than most requests.
 type Requests struct {
-	// Ended, if not nil, is called for each request that ends by a fatal signal, or with the connection.
-	// Panicked, if not nil, is called for a panic of the timer. Both are set before the first request.
+	// Ended, if not nil, is called for each request that ends by a fatal signal, or with the
+	// connection. It must not use the Requests. Panicked, if not nil, is called for a panic of the
+	// timer. Both are set before the first request.
 	Ended    func()
 	Panicked func(any)
 
@@ -79,8 +80,8 @@ func (w *Requests) end(r *Request) {
 	w.active = w.active[:last]
 }
 
-// interrupt handles an INTERRUPT for a request in progress: the calling thread has a signal. Any signal
-// ends the wait for a lock. The caller holds mu.
+// interrupt handles an INTERRUPT for a request in progress: the calling thread has a signal. Any
+// signal ends the wait for a lock. The caller holds mu.
 func (w *Requests) interrupt(r *Request) {
 	r.interrupted = true
 	if r.Op == OpSetLkw {
@@ -114,8 +115,8 @@ func (w *Requests) interruptNumber(unique uint64, now ledger.Time) {
 	w.early, w.lastEarly = append(w.early, unique), now
 }
 
-// Interrupt acts as INTERRUPTs for the requests in progress for which match returns true. match must
-// not use the Requests.
+// Interrupt acts as INTERRUPTs for the requests in progress for which match returns true. match
+// must not use the Requests.
 func (w *Requests) Interrupt(match func(*Request) bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -170,8 +171,8 @@ type Waiting struct {
 	Age      time.Duration
 }
 
-// Oldest returns the oldest request in progress. It leaves out the waits for locks of other programs,
-// which may take any time. ok is false if there is no request.
+// Oldest returns the oldest request in progress. It leaves out the waits for locks of other
+// programs, which may take any time. ok is false if there is no request.
 func (w *Requests) Oldest() (oldest Waiting, ok bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

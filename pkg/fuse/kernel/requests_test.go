@@ -70,8 +70,8 @@ func TestOldest(t *testing.T) {
 	want("after all requests", nil)
 }
 
-// TestInterrupt checks which requests an INTERRUPT ends: those of threads that are ending, and waits for
-// locks.
+// TestInterrupt checks which requests an INTERRUPT ends: those of threads that are ending, and
+// waits for locks.
 func TestInterrupt(t *testing.T) {
 	var ended atomic.Int32
 	w := Requests{Ended: func() { ended.Add(1) }}

@@ -48,8 +48,8 @@
 //
 // # Memory of requests
 //
-// A connection reuses the memory of its requests. The most frequent requests do not
-// allocate in this package and in package kernel, except for a name that is not among the last ones.
+// A connection reuses the memory of its requests. The most frequent requests do not allocate in
+// this package and in package kernel, except for a name that is not among the last ones.
 //
 // # Sessions
 //
@@ -72,9 +72,9 @@
 //
 // The file system learns that a request has its reply (Replied) after it was completed. A request
 // that was in progress is read again from the guest's memory, and handled again with the same
-// number and kernel.Message.Resent. The guest may have changed it meanwhile, which harms only the guest.
-// FORGET is completed before it is handled, because it must not be handled twice: if the process is
-// killed in between, the file system keeps the node until the end of the session.
+// number and kernel.Message.Resent. The guest may have changed it meanwhile, which harms only the
+// guest. FORGET is completed before it is handled, because it must not be handled twice: if the
+// process is killed in between, the file system keeps the node until the end of the session.
 //
 // The State has counters and records in shared memory (package slotfile). Descriptors in use are in
 // the queue of a socket before a record refers to them, and leave it after no record does.

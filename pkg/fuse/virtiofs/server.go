@@ -24,8 +24,8 @@ type FileSystem interface {
 	// next session must not use their numbers for other nodes and files.
 	EndSession()
 	// Resume is called before the requests of an earlier process are handled again, if the Server
-	// has a State of OpenState. pending are their numbers, as kernel.Request.Unique. Repeated is called
-	// when one of them has ended, also if it could not be handled.
+	// has a State of OpenState. pending are their numbers, as kernel.Request.Unique. Repeated is
+	// called when one of them has ended, also if it could not be handled.
 	Resume(pending []uint64)
 	Repeated(unique uint64)
 }
