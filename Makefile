@@ -20,7 +20,7 @@ NFPM_VERSION := v2.45.2
 NFPM    := bin/nfpm-$(NFPM_VERSION)
 # Tests that cannot run under the race detector: they count allocations, or start thousands of
 # goroutines with a fake clock.
-NORACE_TESTS := TestCallsDoNotAllocate TestDirectRequestsDoNotAllocate TestMountedCallsDoNotAllocate \
+NORACE_TESTS := TestCallsDoNotAllocate TestRequestsDoNotAllocate TestMountedCallsDoNotAllocate \
                 TestGuestRequestsDoNotAllocate TestFleet
 # Modules for themselves, because only their tests need csi-sanity or a browser.
 TEST_MODULES := test/kubernetes test/monitoring

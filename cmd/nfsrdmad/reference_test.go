@@ -19,6 +19,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
@@ -274,7 +275,7 @@ func fullSnapshot() metrics.Snapshot {
 	spent.Mark(ledger.PhaseServer, 2)
 	times[0].Observe(&spent)
 	files := new(vfs.Counters)
-	files.Ops[vfs.OpRead].Add(1)
+	files.Ops[kernel.OpRead].Add(1)
 	return metrics.Snapshot{Connections: []metrics.Connection{{}},
 		Transport: xprt.Numbers{Connections: map[string]uint64{xprt.StateConnected: 1},
 			MRStates: map[string]uint64{"valid": 1}},

@@ -37,7 +37,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"test/kit/server", "internal/server/nfsserve pkg/verbs/softiwarp"},
 	{"internal/server/nfsserve", "internal/fair internal/resvport internal/server/nfsd internal/server/svcrdma " +
 		"pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp pkg/verbs"},
-	{"pkg/metrics", "pkg/nfs/nlm pkg/observe/ledger pkg/observe/stats pkg/vfs pkg/xprt"},
+	{"pkg/metrics", "pkg/fuse/kernel pkg/nfs/nlm pkg/observe/ledger pkg/observe/stats pkg/vfs pkg/xprt"},
 	{"pkg/xprt", "internal/fair internal/pace internal/running internal/selfcheck pkg/membuf pkg/memreg " +
 		"pkg/observe/ledger pkg/observe/stats pkg/observe/trace pkg/rpcrdma pkg/sunrpc pkg/verbs"},
 	{"test/kit/hostile", "pkg/membuf pkg/nfs/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs pkg/verbs/faults test/kit"},
@@ -46,8 +46,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/server/nlmd", "internal/fair pkg/nfs/nfs3 pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc"},
 	{"internal/server/svcrdma", "internal/fair pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
 	{"pkg/vfs", "internal/fair internal/pace pkg/fuse/kernel pkg/keep/slotfile pkg/membuf pkg/nfs pkg/nfs/nfsacl " +
-		"pkg/nfs/nlm pkg/nfs/rangelock pkg/observe/ledger pkg/observe/stats pkg/sunrpc pkg/vfs/attr pkg/vfs/data " +
-		"pkg/vfs/name"},
+		"pkg/nfs/nlm pkg/nfs/rangelock pkg/observe/stats pkg/sunrpc pkg/vfs/attr pkg/vfs/data pkg/vfs/name"},
 	{"pkg/fuse/virtiofs", "pkg/fuse/kernel pkg/keep/slotfile pkg/observe/ledger"},
 	{"pkg/nfs/nlm", "internal/fair internal/pace internal/resvport internal/running pkg/keep/slotfile " +
 		"pkg/nfs/mountd pkg/nfs/nfs3 pkg/nfs/rangelock pkg/observe/stats pkg/sunrpc pkg/sunrpc/rpctcp"},

@@ -6,6 +6,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/observe/stats"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
@@ -131,7 +132,7 @@ func (s *Snapshot) collect(ch chan<- prometheus.Metric) {
 	for op := range s.Files.Ops {
 		// An operation that the kernel never requested has no series.
 		if n := s.Files.Ops[op].Load(); n > 0 {
-			name := vfs.Op(op).String()
+			name := kernel.Op(op).String()
 			send(reqDesc, prometheus.CounterValue, float64(n), name)
 			send(errDesc, prometheus.CounterValue, float64(s.Files.Errors[op].Load()), name)
 		}

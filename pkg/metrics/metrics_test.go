@@ -10,6 +10,7 @@ import (
 
 	promtest "github.com/prometheus/client_golang/prometheus/testutil"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/pkg/observe/stats"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
@@ -46,9 +47,9 @@ const addr = "192.0.2.1:20049" // of the server
 func snapshots() []Snapshot {
 	var f vfs.Counters
 	f.ReadBytes.Add(30)
-	f.Ops[vfs.OpRead].Add(31)
-	f.Errors[vfs.OpRead].Add(33)
-	f.Ops[vfs.OpForget].Add(32)
+	f.Ops[kernel.OpRead].Add(31)
+	f.Errors[kernel.OpRead].Add(33)
+	f.Ops[kernel.OpForget].Add(32)
 	times := []NamedTimes{{"READ", new(Times)}}
 	times[0].Observe(server(time.Millisecond))
 	return []Snapshot{

@@ -17,8 +17,9 @@ type guestServer struct {
 // serveGuest makes the socket of the share, or continues the share of an earlier process.
 func (s *mountStack) serveGuest(log hclog.Logger) (frontServer, error) {
 	debug := log.StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Debug})
-	c := virtiofs.Config{Socket: s.dir, FS: s.fs, ReadOnly: s.opts.ReadOnly, Options: s.fs.GuestOptions(debug),
+	c := virtiofs.Config{Socket: s.dir, FS: s.fs, Options: s.fs.GuestOptions(debug),
 		Log: log.Named("virtiofs").With("socket", s.dir)}
+	c.Options.ReadOnly = s.opts.ReadOnly
 	if s.keeper != nil {
 		if s.left == nil {
 			if s.keepError = s.keeper.putGuest(); s.keepError != nil {

@@ -9,10 +9,10 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/observe/otlp"
-	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -34,16 +34,23 @@ func (s *mountStack) newTraces() *traces {
 		}}}
 }
 
-// sample is vfs.Options.Tag. It returns an *otlp.Operation, which is nil if the request is not
-// sampled.
-func (t *traces) sample() any { return t.exporter.Sample(&t.mount) }
+// operation returns the operation of a request, nil if the request is not sampled. The first call
+// decides that.
+func (t *traces) operation(r *kernel.Request) *otlp.Operation {
+	if r.Tag == nil {
+		r.Tag = t.exporter.Sample(&t.mount)
+	}
+	return r.Tag.(*otlp.Operation)
+}
 
-// rpcEnded adds an RPC to its request if the request is sampled. It samples RPCs that belong to no
-// request.
-func (t *traces) rpcEnded(ctx context.Context, connection int, peer func() netip.AddrPort, c *xprt.Ended) {
-	tag, ofRequest := vfs.TagOf(ctx)
-	o, _ := tag.(*otlp.Operation)
-	if !ofRequest {
+// rpcEnded adds an RPC to its request r if the request is sampled. It samples RPCs that belong to
+// no request.
+func (t *traces) rpcEnded(ctx context.Context, r *kernel.Request, connection int, peer func() netip.AddrPort,
+	c *xprt.Ended) {
+	var o *otlp.Operation
+	if r != nil {
+		o = t.operation(r)
+	} else {
 		o = t.exporter.Sample(&t.mount)
 	}
 	if o == nil {
@@ -59,7 +66,7 @@ func (t *traces) rpcEnded(ctx context.Context, connection int, peer func() netip
 		call.ResultBytes = len(m.Result) + max(m.ResultDataLen, 0)
 		call.Status, call.Result = replyStatus(c)
 	}
-	if ofRequest {
+	if r != nil {
 		o.AddCall(&call)
 		return
 	}
@@ -99,20 +106,19 @@ func programName(prog uint32) string {
 }
 
 // requestEnded exports a request if it is sampled.
-func (t *traces) requestEnded(e *vfs.Ended) {
-	o, _ := e.Tag.(*otlp.Operation)
+func (t *traces) requestEnded(r *kernel.Request) {
+	o := t.operation(r)
 	if o == nil {
 		return
 	}
-	r := &otlp.Request{Name: e.Op.String(), Bytes: e.Bytes, Calls: e.Calls, Times: e.Times,
-		Owner: otlp.Owner{Type: control.OwnerProcess, Thread: e.Owner.PID, UID: e.Owner.UID}}
-	if e.Owner.PID == 0 {
-		r.Owner.Type = control.OwnerKernel
+	o.Request = &otlp.Request{Name: r.Op.String(), Bytes: r.Bytes, Calls: r.Calls, Times: r.Times,
+		Owner: otlp.Owner{Type: control.OwnerProcess, Thread: r.Header.Pid, UID: r.Header.Uid}}
+	if r.Header.Pid == 0 {
+		o.Request.Owner.Type = control.OwnerKernel
 	}
-	if e.Status > 0 {
-		errno := unix.Errno(e.Status)
-		r.Result = otlp.Result{Error: unix.ErrnoName(errno), Failure: !isUsual(errno)}
+	if r.Status > 0 {
+		errno := unix.Errno(r.Status)
+		o.Request.Result = otlp.Result{Error: unix.ErrnoName(errno), Failure: !isUsual(errno)}
 	}
-	o.Request = r
 	t.exporter.Export(o)
 }

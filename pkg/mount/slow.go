@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
@@ -22,7 +23,7 @@ import (
 type phases struct {
 	procs    [nfs3.NumProcs]metrics.Times
 	aclProcs [nfsacl.NumProcs]metrics.Times
-	ops      [vfs.NumOps]metrics.Times
+	ops      [kernel.NumOps]metrics.Times
 	slowRPCs ledger.Slowest[slowCall]
 	slowOps  ledger.Slowest[slowCall]
 	traces   *traces // nil if traces are off
@@ -36,9 +37,12 @@ type slowCall struct {
 
 // rpcEnded is xprt.Config.Observe of a connection. peer returns the address of the server.
 func (p *phases) rpcEnded(ctx context.Context, connection int, peer func() netip.AddrPort, c *xprt.Ended) {
-	vfs.AddCall(ctx, &c.Times)
+	r := kernel.RequestOf(ctx)
+	if r != nil {
+		r.AddCall(&c.Times)
+	}
 	if p.traces != nil {
-		p.traces.rpcEnded(ctx, connection, peer, c)
+		p.traces.rpcEnded(ctx, r, connection, peer, c)
 	}
 	switch {
 	case c.Prog == nfs3.Program && c.Vers == nfs3.Version && c.Proc < uint32(len(p.procs)):
@@ -58,20 +62,20 @@ func (p *phases) rpcEnded(ctx context.Context, connection int, peer func() netip
 	p.slowRPCs.Add(&c.Times, slowCall{s, c.Times})
 }
 
-// requestEnded is vfs.Options.Ended.
-func (p *phases) requestEnded(e vfs.Ended) {
-	p.ops[e.Op].Observe(&e.Times)
+func (p *phases) requestEnded(r *kernel.Request) {
+	p.ops[r.Op].Observe(&r.Times)
 	if p.traces != nil {
-		p.traces.requestEnded(&e)
+		p.traces.requestEnded(r)
 	}
-	if !p.slowOps.Wants(&e.Times) {
+	if !p.slowOps.Wants(&r.Times) {
 		return
 	}
-	s := control.SlowCall{Name: e.Op.String(), Calls: e.Calls, CallOwner: describeOwner(e.Owner)}
-	if e.Status > 0 {
-		s.Error = unix.ErrnoName(unix.Errno(e.Status))
+	owner := vfs.Owner{PID: r.Header.Pid, UID: r.Header.Uid}
+	s := control.SlowCall{Name: r.Op.String(), Calls: r.Calls, CallOwner: describeOwner(owner)}
+	if r.Status > 0 {
+		s.Error = unix.ErrnoName(unix.Errno(r.Status))
 	}
-	p.slowOps.Add(&e.Times, slowCall{s, e.Times})
+	p.slowOps.Add(&r.Times, slowCall{s, r.Times})
 }
 
 // errorKind describes the error of a call without names and addresses.

@@ -25,6 +25,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
@@ -368,15 +369,11 @@ func (s *mountStack) fsOptions(log hclog.Logger) vfs.Options {
 	o := vfs.Options{RSize: s.opts.RSize, WSize: s.opts.WSize, AcRegMin: s.opts.AcRegMin, AcRegMax: s.opts.AcRegMax,
 		AcDirMin: s.opts.AcDirMin, AcDirMax: s.opts.AcDirMax, NoAC: s.opts.NoAC, DirtyExpire: s.opts.DirtyExpire,
 		DirtyBytes: int64(s.opts.DirtyBytes), DirtyTotal: s.shared.dirty, Lost: s.lost, Failed: s.failed,
-		Invalid: s.invalidReply, Observe: func(r vfs.Sample) { s.usage.observe(&r) },
-		Ended: s.phases.requestEnded, Warn: log.With("mount", s.dir).Warn,
+		Invalid: s.invalidReply, Observe: s.requestEnded, Warn: log.With("mount", s.dir).Warn,
 		SharedNames: s.opts.SharedNames, NoCTO: s.opts.NoCTO, Writeback: s.opts.Writeback,
 		Locks: s.locks, Guest: s.virtiofs,
 		ReadInPlace: s.anyMemory, LocalPosix: s.opts.LocalLock == lockPosix,
 		LocalFlock: s.opts.LocalLock == lockFlock}
-	if s.phases.traces != nil {
-		o.Tag = s.phases.traces.sample
-	}
 	if s.keeper != nil {
 		o.State, o.Buffers, o.Settled = s.keeper.state, s.keeper.buffers, s.settled
 	}
@@ -393,6 +390,12 @@ func (s *mountStack) fsOptions(log hclog.Logger) vfs.Options {
 		o.LookupCache = vfs.LookupCacheNone
 	}
 	return o
+}
+
+// requestEnded is vfs.Options.Observe.
+func (s *mountStack) requestEnded(r *kernel.Request) {
+	s.usage.observe(r, r.Times.Total()-r.Times.Spent(ledger.PhaseQueue)-r.Times.Spent(ledger.PhaseReply))
+	s.phases.requestEnded(r)
 }
 
 // remaining returns the time until the deadline of ctx, or the default timeout of mountd.

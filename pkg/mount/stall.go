@@ -7,6 +7,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
@@ -49,7 +50,7 @@ type sighting struct {
 	lost      bool       // there is no connection
 	lastError error      // of a connection
 	call      *xprt.Call // the oldest call that counts; nil for none
-	request   vfs.Waiting
+	request   kernel.Waiting
 	requests  bool // there is a request
 }
 
@@ -65,7 +66,7 @@ func (s *mountStack) Stalled() stall {
 			}
 		}
 	}
-	look.request, look.requests = s.fs.Oldest()
+	look.request, look.requests = s.fs.Requests().Oldest()
 	return s.stallFinder.find(time.Now(), s.address.String(), &look)
 }
 
@@ -114,7 +115,7 @@ func (f *stallFinder) find(now time.Time, server string, look *sighting) stall {
 		if st.age = age; !look.lost {
 			st.reason = fmt.Sprintf("no reply to a request %s; the server answers the calls of the mount",
 				look.request.Op)
-			st.owner = ownerName(describeOwner(look.request.Owner))
+			st.owner = ownerName(describeOwner(vfs.Owner{PID: look.request.PID, UID: look.request.UID}))
 		}
 	}
 	return st

@@ -12,8 +12,8 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
-	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
@@ -50,8 +50,8 @@ func TestFindStall(t *testing.T) {
 	call := func(began int) *xprt.Call {
 		return &xprt.Call{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(nfs3.ProcRead), Began: at(began)}
 	}
-	request := func(age int) vfs.Waiting {
-		return vfs.Waiting{Op: vfs.OpFsync, Age: time.Duration(age) * time.Second}
+	request := func(age int) kernel.Waiting {
+		return kernel.Waiting{Op: kernel.OpFsync, Age: time.Duration(age) * time.Second}
 	}
 	var f stallFinder
 	for _, step := range []struct {

@@ -4,12 +4,12 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/observe/stats"
 	"github.com/nfsrdmad/nfsrdmad/pkg/observe/trace"
-	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -33,7 +33,7 @@ func (s *mountStack) Snapshot() metrics.Snapshot {
 		snap.Locks = &s.locks.Counters
 	}
 	snap.Procs = append(named(s.phases.procs[:], nfs3.Proc.String), named(s.phases.aclProcs[:], nfsacl.Proc.String)...)
-	snap.Ops = named(s.phases.ops[:], vfs.Op.String)
+	snap.Ops = named(s.phases.ops[:], kernel.Op.String)
 	return snap
 }
 
@@ -62,7 +62,7 @@ func (s *mountStack) Stats(snap *metrics.Snapshot) control.MountStats {
 	}
 	failed := make(map[string]uint64)
 	for op := range s.fs.Counters.Errors {
-		failed[vfs.Op(op).String()] = s.fs.Counters.Errors[op].Load()
+		failed[kernel.Op(op).String()] = s.fs.Counters.Errors[op].Load()
 	}
 	st.Operations = operationStats(snap.Ops, failed)
 	st.Processes, st.Users = s.usage.usages()

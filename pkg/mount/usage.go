@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 )
 
 const (
@@ -54,10 +54,10 @@ type consumer struct {
 	last time.Time // of its latest request
 }
 
-// observe counts a request. The first request of a thread reads its name from /proc.
-func (u *usage) observe(s *vfs.Sample) {
+// observe counts a request that took d. The first request of a thread reads its name from /proc.
+func (u *usage) observe(r *kernel.Request, d time.Duration) {
 	now := time.Now()
-	id := callerID{s.Owner.PID, s.Owner.UID}
+	id := callerID{r.Header.Pid, r.Header.Uid}
 	u.mu.Lock()
 	t, ok := u.threads[id]
 	if !ok || now.After(t.expires) {
@@ -66,20 +66,20 @@ func (u *usage) observe(s *vfs.Sample) {
 		u.mu.Lock()
 	}
 	for _, c := range [...]*consumer{t.process, t.user} {
-		c.count(s)
+		c.count(r, d)
 		c.last = now
 	}
 	u.mu.Unlock()
 }
 
-func (c *consumer) count(s *vfs.Sample) {
+func (c *consumer) count(r *kernel.Request, d time.Duration) {
 	c.Requests++
-	c.Seconds += s.Duration.Seconds()
-	switch s.Op {
-	case vfs.OpRead:
-		c.ReadBytes += uint64(s.Bytes)
-	case vfs.OpWrite:
-		c.WrittenBytes += uint64(s.Bytes)
+	c.Seconds += d.Seconds()
+	switch r.Op {
+	case kernel.OpRead:
+		c.ReadBytes += uint64(r.Bytes)
+	case kernel.OpWrite:
+		c.WrittenBytes += uint64(r.Bytes)
 	}
 }
 

@@ -8,13 +8,16 @@ import (
 	"testing"
 	"time"
 
+	"github.com/hanwen/go-fuse/v2/fuse"
+
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-func sample(op vfs.Op, tid, uid uint32, n int) vfs.Sample {
-	return vfs.Sample{Op: op, Owner: vfs.Owner{PID: tid, UID: uid}, Bytes: n, Duration: time.Second}
+func ended(op kernel.Op, tid, uid uint32, n int) *kernel.Request {
+	h := fuse.InHeader{Caller: fuse.Caller{Pid: tid, Owner: fuse.Owner{Uid: uid}}}
+	return &kernel.Request{Header: &h, Op: op, Bytes: n}
 }
 
 // TestUsageByProcessAndUser counts requests of this process, of a child, of the kernel, and of a
@@ -30,18 +33,18 @@ func TestUsageByProcessAndUser(t *testing.T) {
 	for _, name := process(other); name != "sleep"; _, name = process(other) { // execve has not ended
 		time.Sleep(time.Millisecond)
 	}
-	const ended = 1 << 30 // no process has this number
+	const gone = 1 << 30 // no process has this number
 	var u usage
-	for _, s := range []vfs.Sample{
-		sample(vfs.OpRead, own, 1, 100),
-		sample(vfs.OpRead, own, 1, 20),
-		sample(vfs.OpWrite, own, 1, 3),
-		sample(vfs.OpLookup, own, 1, 0),
-		sample(vfs.OpWrite, other, 1, 40),
-		sample(vfs.OpWrite, 0, 0, 5),
-		sample(vfs.OpRead, ended, 2, 6),
+	for _, s := range []*kernel.Request{
+		ended(kernel.OpRead, own, 1, 100),
+		ended(kernel.OpRead, own, 1, 20),
+		ended(kernel.OpWrite, own, 1, 3),
+		ended(kernel.OpLookup, own, 1, 0),
+		ended(kernel.OpWrite, other, 1, 40),
+		ended(kernel.OpWrite, 0, 0, 5),
+		ended(kernel.OpRead, gone, 2, 6),
 	} {
-		u.observe(&s)
+		u.observe(s, time.Second)
 	}
 	processes, users := u.usages()
 	command, err := os.ReadFile("/proc/self/comm")
@@ -51,7 +54,7 @@ func TestUsageByProcessAndUser(t *testing.T) {
 			Seconds: 4},
 		{PID: other, Command: "sleep", UID: 1, Requests: 1, WrittenBytes: 40, Seconds: 1},
 		{PID: 0, UID: 0, Requests: 1, WrittenBytes: 5, Seconds: 1},
-		{PID: ended, UID: 2, Requests: 1, ReadBytes: 6, Seconds: 1},
+		{PID: gone, UID: 2, Requests: 1, ReadBytes: 6, Seconds: 1},
 	} {
 		if !slices.Contains(processes, want) {
 			t.Errorf("processes: got %+v, want %+v among them", processes, want)
@@ -84,8 +87,8 @@ func TestUsageNamesProcessOfThread(t *testing.T) {
 		for _, c := range filepath.Base(task) {
 			tid = tid*10 + uint32(c-'0')
 		}
-		s := sample(vfs.OpRead, tid, 0, 1)
-		u.observe(&s)
+		s := ended(kernel.OpRead, tid, 0, 1)
+		u.observe(s, time.Second)
 	}
 	processes, _ := u.usages()
 	i := slices.IndexFunc(processes, func(p control.Usage) bool { return p.PID == uint32(os.Getpid()) })
@@ -96,11 +99,11 @@ func TestUsageNamesProcessOfThread(t *testing.T) {
 
 // TestUsageIsBounded makes more processes and users than the tables hold. The recent ones stay.
 func TestUsageIsBounded(t *testing.T) {
-	const ended = 1 << 30
+	const gone = 1 << 30
 	var u usage
 	for n := range uint32(maxThreads + maxConsumers) {
-		s := sample(vfs.OpRead, ended+n, n, 1)
-		u.observe(&s)
+		s := ended(kernel.OpRead, gone+n, n, 1)
+		u.observe(s, time.Second)
 	}
 	last := uint32(maxThreads + maxConsumers - 1)
 	processes, users := u.usages()
@@ -117,9 +120,9 @@ func TestUsageIsBounded(t *testing.T) {
 // TestUsageDoesNotAllocate checks requests of a known thread.
 func TestUsageDoesNotAllocate(t *testing.T) {
 	var u usage
-	s := sample(vfs.OpRead, uint32(os.Getpid()), 0, 4096)
-	u.observe(&s)
-	if n := testing.AllocsPerRun(1000, func() { u.observe(&s) }); n != 0 {
+	s := ended(kernel.OpRead, uint32(os.Getpid()), 0, 4096)
+	u.observe(s, time.Second)
+	if n := testing.AllocsPerRun(1000, func() { u.observe(s, time.Second) }); n != 0 {
 		t.Errorf("allocations per request: got %v, want 0", n)
 	}
 }

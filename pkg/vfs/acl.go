@@ -8,6 +8,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -78,87 +79,98 @@ func (fs *FS) SupportsACLs() bool { return fs.acl != nil }
 func isACL(name string) bool { return name == nfsacl.XattrAccess || name == nfsacl.XattrDefault }
 
 // GetXAttr handles getxattr(2).
-func (fs *FS) GetXAttr(cancel <-chan struct{}, h *fuse.InHeader, name string, dest []byte) (n uint32, s fuse.Status) {
+func (fs *FS) GetXAttr(k *kernel.Request, name string, dest []byte) (n int, s fuse.Status) {
 	if fs.acl == nil || !isACL(name) {
-		fs.Counters.Ops[OpGetXAttr].Add(1)
+		fs.Counters.Ops[kernel.OpGetXAttr].Add(1)
 		return 0, fuse.Status(syscall.EOPNOTSUPP)
 	}
-	s = fs.onNode(OpGetXAttr, cancel, h, func(r *request, ino *inode) error {
-		fs.countACL(ino, r.cred)
-		acls, err := fs.acls(r, ino)
-		if err != nil {
-			return err
-		}
-		acl := acls.Access
-		if name == nfsacl.XattrDefault {
-			acl = acls.Default
-		}
-		if len(acl) == 0 {
-			return syscall.ENODATA
-		}
-		n = uint32(acl.XattrSize())
-		if int(n) > len(dest) {
-			return syscall.ERANGE // go-fuse replies with the size when the caller asks for it
-		}
-		acl.AppendXattr(dest[:0])
-		return nil
-	})
-	return n, s
+	r, ino, err := fs.onNode(k)
+	if err == nil {
+		n, err = fs.getXAttr(r, ino, name, dest)
+	}
+	return n, fs.end(r, err)
+}
+
+func (fs *FS) getXAttr(r *request, ino *inode, name string, dest []byte) (n int, err error) {
+	fs.countACL(ino, r.cred)
+	acls, err := fs.acls(r, ino)
+	if err != nil {
+		return 0, err
+	}
+	acl := acls.Access
+	if name == nfsacl.XattrDefault {
+		acl = acls.Default
+	}
+	if len(acl) == 0 {
+		return 0, syscall.ENODATA
+	}
+	if n = acl.XattrSize(); n > len(dest) {
+		return n, syscall.ERANGE
+	}
+	acl.AppendXattr(dest[:0])
+	return n, nil
 }
 
 // ListXAttr handles listxattr(2).
-func (fs *FS) ListXAttr(cancel <-chan struct{}, h *fuse.InHeader, dest []byte) (n uint32, s fuse.Status) {
+func (fs *FS) ListXAttr(k *kernel.Request, dest []byte) (n int, s fuse.Status) {
 	if fs.acl == nil {
 		return 0, fuse.Status(syscall.EOPNOTSUPP)
 	}
-	s = fs.onNode(OpListXAttr, cancel, h, func(r *request, ino *inode) error {
-		fs.countACL(ino, r.cred)
-		acls, err := fs.acls(r, ino)
-		if nfs.CallErrno(err) == syscall.EOPNOTSUPP {
-			return nil // a file system of the server without ACLs
-		}
-		if err != nil {
-			return err
-		}
-		var list []byte
-		if len(acls.Access) > 0 {
-			list = append(list, nfsacl.XattrAccess+"\x00"...)
-		}
-		if len(acls.Default) > 0 {
-			list = append(list, nfsacl.XattrDefault+"\x00"...)
-		}
-		n = uint32(len(list))
-		if len(list) > len(dest) {
-			return syscall.ERANGE
-		}
-		copy(dest, list)
-		return nil
-	})
-	return n, s
+	r, ino, err := fs.onNode(k)
+	if err == nil {
+		n, err = fs.listXAttr(r, ino, dest)
+	}
+	return n, fs.end(r, err)
+}
+
+func (fs *FS) listXAttr(r *request, ino *inode, dest []byte) (n int, err error) {
+	fs.countACL(ino, r.cred)
+	acls, err := fs.acls(r, ino)
+	if nfs.CallErrno(err) == syscall.EOPNOTSUPP {
+		return 0, nil // a file system of the server without ACLs
+	}
+	if err != nil {
+		return 0, err
+	}
+	var list []byte
+	if len(acls.Access) > 0 {
+		list = append(list, nfsacl.XattrAccess+"\x00"...)
+	}
+	if len(acls.Default) > 0 {
+		list = append(list, nfsacl.XattrDefault+"\x00"...)
+	}
+	if len(list) > len(dest) {
+		return len(list), syscall.ERANGE
+	}
+	return copy(dest, list), nil
 }
 
 // SetXAttr handles setxattr(2).
-func (fs *FS) SetXAttr(cancel <-chan struct{}, in *fuse.SetXAttrIn, name string, value []byte) fuse.Status {
+func (fs *FS) SetXAttr(k *kernel.Request, name string, value []byte) fuse.Status {
 	if fs.acl == nil || !isACL(name) {
 		return fuse.Status(syscall.EOPNOTSUPP)
 	}
-	return fs.onNode(OpSetXAttr, cancel, &in.InHeader, func(r *request, ino *inode) error {
-		acl, err := nfsacl.ParseXattr(value)
-		if err != nil {
-			return syscall.EINVAL
-		}
-		return fs.setACL(r, ino, name, acl)
-	})
+	r, ino, err := fs.onNode(k)
+	if err != nil {
+		return fs.end(r, err)
+	}
+	acl, err := nfsacl.ParseXattr(value)
+	if err != nil {
+		return fs.end(r, syscall.EINVAL)
+	}
+	return fs.end(r, fs.setACL(r, ino, name, acl))
 }
 
 // RemoveXAttr handles removexattr(2).
-func (fs *FS) RemoveXAttr(cancel <-chan struct{}, h *fuse.InHeader, name string) fuse.Status {
+func (fs *FS) RemoveXAttr(k *kernel.Request, name string) fuse.Status {
 	if fs.acl == nil || !isACL(name) {
 		return fuse.Status(syscall.EOPNOTSUPP)
 	}
-	return fs.onNode(OpRemoveXAttr, cancel, h, func(r *request, ino *inode) error {
-		return fs.setACL(r, ino, name, nil)
-	})
+	r, ino, err := fs.onNode(k)
+	if err == nil {
+		err = fs.setACL(r, ino, name, nil)
+	}
+	return fs.end(r, err)
 }
 
 // acls returns the ACLs of a node. An ACL that says no more than the mode is left out.

@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/server"
 )
@@ -51,19 +52,19 @@ func TestMountedCallsDoNotAllocate(t *testing.T) {
 	const all = unix.STATX_BASIC_STATS
 	for _, c := range []struct {
 		name string
-		op   Op
+		op   kernel.Op
 		want float64
 		do   func()
 	}{
-		{"LOOKUP", OpLookup, 0, func() { call(unix.SYS_STATX, uintptr(cwd), path, 0, all, buf) }},
-		{"GETATTR", OpGetAttr, 0, func() {
+		{"LOOKUP", kernel.OpLookup, 0, func() { call(unix.SYS_STATX, uintptr(cwd), path, 0, all, buf) }},
+		{"GETATTR", kernel.OpGetAttr, 0, func() {
 			call(unix.SYS_STATX, direct, empty, unix.AT_EMPTY_PATH|unix.AT_STATX_FORCE_SYNC, all, buf)
 		}},
-		{"READ 4 KiB", OpRead, 0, func() { call(unix.SYS_PREAD64, direct, buf, 4<<10, 4<<10, 0) }},
-		{"READ 1 MiB", OpRead, 0, func() { call(unix.SYS_PREAD64, direct, buf, 1<<20, 0, 0) }},
-		{"WRITE 4 KiB", OpWrite, 0, func() { call(unix.SYS_PWRITE64, buffered, buf, 4<<10, 0, 0) }},
+		{"READ 4 KiB", kernel.OpRead, 0, func() { call(unix.SYS_PREAD64, direct, buf, 4<<10, 4<<10, 0) }},
+		{"READ 1 MiB", kernel.OpRead, 0, func() { call(unix.SYS_PREAD64, direct, buf, 1<<20, 0, 0) }},
+		{"WRITE 4 KiB", kernel.OpWrite, 0, func() { call(unix.SYS_PWRITE64, buffered, buf, 4<<10, 0, 0) }},
 		// The open file is the allocation.
-		{"OPEN, FLUSH, RELEASE", OpFlush, 1, func() {
+		{"OPEN, FLUSH, RELEASE", kernel.OpFlush, 1, func() {
 			call(unix.SYS_CLOSE, call(unix.SYS_OPENAT, uintptr(cwd), reopen, unix.O_RDONLY, 0, 0), 0, 0, 0, 0)
 		}},
 	} {

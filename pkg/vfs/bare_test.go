@@ -10,6 +10,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
@@ -66,10 +67,11 @@ func TestPagesReportErrorOfAnyPart(t *testing.T) {
 				fs := bareFS(&memnfs.Server{Space: MinIOSize}, testPool(t, 1), Options{})
 				fs.maxFileSize = math.MaxInt64
 				fs.handles.files = map[uint64]*fileHandle{1: openFile(2)}
-				in := fuse.WriteIn{Fh: 1, WriteFlags: c.flags}
-				n, status := fs.Write(nil, &in, make([]byte, 2*MinIOSize))
-				if n != c.n || status != c.want {
-					t.Errorf("got %d bytes, %v, want %d, %v", n, status, c.n, c.want)
+				var out fuse.WriteOut
+				status := call(fs, kernel.OpWrite, fuse.WriteIn{Fh: 1, WriteFlags: c.flags, Size: 2 * MinIOSize},
+					string(make([]byte, 2*MinIOSize)), &out)
+				if out.Size != c.n || status != c.want {
+					t.Errorf("got %d bytes, %v, want %d, %v", out.Size, status, c.n, c.want)
 				}
 				fs.Close(t.Context())
 			})

@@ -3,67 +3,14 @@ package vfs
 import (
 	"sync/atomic"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/observe/stats"
 )
 
-// Op is a kind of request from the kernel.
-type Op uint8
-
-// Kinds of requests.
-const (
-	OpLookup Op = iota
-	OpForget
-	OpGetAttr
-	OpSetAttr
-	OpReadlink
-	OpMknod
-	OpMkdir
-	OpUnlink
-	OpRmdir
-	OpSymlink
-	OpRename
-	OpLink
-	OpOpen
-	OpCreate
-	OpRead
-	OpWrite
-	OpFlush
-	OpRelease
-	OpFsync
-	OpOpenDir
-	OpReadDir
-	OpReadDirPlus
-	OpFsyncDir
-	OpStatFs
-	OpAccess
-	OpGetXAttr
-	OpListXAttr
-	OpSetXAttr
-	OpRemoveXAttr
-	OpGetLock
-	OpSetLock
-	OpSetLockWait
-
-	// NumOps is the number of kinds.
-	NumOps
-)
-
-var opNames = [NumOps]string{"lookup", "forget", "getattr", "setattr", "readlink", "mknod", "mkdir", "unlink",
-	"rmdir", "symlink", "rename", "link", "open", "create", "read", "write", "flush", "release", "fsync", "opendir",
-	"readdir", "readdirplus", "fsyncdir", "statfs", "access", "getxattr", "listxattr", "setxattr", "removexattr",
-	"getlk", "setlk", "setlkw"}
-
-func (o Op) String() string {
-	if o < NumOps {
-		return opNames[o]
-	}
-	return "unknown"
-}
-
 // Counters holds the counters of one FS. The counters only grow. Reading them is safe at any time.
 type Counters struct {
-	Ops    [NumOps]atomic.Uint64 // requests by kind
-	Errors [NumOps]atomic.Uint64 // requests that failed, by kind
+	Ops    [kernel.NumOps]atomic.Uint64 // requests by kind
+	Errors [kernel.NumOps]atomic.Uint64 // requests that failed, by kind
 
 	// Metrics says what the others count.
 	ReadBytes, WrittenBytes, SentBytes                              atomic.Uint64

@@ -5,6 +5,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
@@ -12,10 +13,12 @@ import (
 const createTries = 16
 
 // Create handles open(2) with O_CREAT of a name that the kernel does not know.
-func (fs *FS) Create(cancel <-chan struct{}, in *fuse.CreateIn, name string, out *fuse.CreateOut) fuse.Status {
-	return fs.onNode(OpCreate, cancel, &in.InHeader, func(r *request, dir *inode) error {
-		return fs.create(r, dir, in, name, out)
-	})
+func (fs *FS) Create(k *kernel.Request, in *fuse.CreateIn, name string, out *fuse.CreateOut) fuse.Status {
+	r, dir, err := fs.onNode(k)
+	if err == nil {
+		err = fs.create(r, dir, in, name, out)
+	}
+	return fs.end(r, err)
 }
 
 // create creates and opens a file. Another client may have created the name after the kernel's

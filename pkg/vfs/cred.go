@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/pace"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -153,7 +154,7 @@ func processGroups(pid, uid, gid uint32, groups []uint32) (_ []uint32, more int,
 // parseGroups is processGroups for the content of /proc/PID/status.
 func parseGroups(status []byte, uid, gid uint32, groups []uint32) (_ []uint32, more int, err error) {
 	for name, id := range map[string]uint32{"\nUid:": uid, "\nGid:": gid} {
-		line, _ := statusField(status, name)
+		line, _ := kernel.StatusField(status, name)
 		ids := bytes.Fields(line) // real, effective, saved, file system
 		if len(ids) != 4 {
 			return nil, 0, errBadStatus
@@ -162,7 +163,7 @@ func parseGroups(status []byte, uid, gid uint32, groups []uint32) (_ []uint32, m
 			return nil, 0, errOtherIdentity
 		}
 	}
-	line, ok := statusField(status, "\nGroups:")
+	line, ok := kernel.StatusField(status, "\nGroups:")
 	if !ok {
 		return nil, 0, errBadStatus
 	}

@@ -8,19 +8,17 @@ import (
 
 	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 )
 
 const fsType = "fuse." + Subtype
-
-// epollFile is a file name below the root of every go-fuse file system. go-fuse itself serves this
-// file.
-const epollFile = ".go-fuse-epoll-hack"
 
 // disablePoll informs the kernel that files on the mount do not support poll(2). Otherwise the
 // kernel sends POLL when this process first opens a file on the mount. The runtime then blocks the
 // processor that has to answer.
 func disablePoll(dir string) {
-	fd, err := unix.Open(filepath.Join(dir, epollFile), unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	fd, err := unix.Open(filepath.Join(dir, kernel.PollFile), unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return
 	}

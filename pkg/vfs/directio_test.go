@@ -9,6 +9,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -49,13 +50,14 @@ func TestDirectWriteDropsPages(t *testing.T) {
 			file := fuse.InHeader{NodeId: m.inodeOf(t, c.name).id, Caller: fuse.Caller{Pid: uint32(os.Getpid())}}
 			flags := unix.O_WRONLY | c.flags
 			var out fuse.OpenOut
-			if st := m.fs.Open(nil, &fuse.OpenIn{InHeader: file, Flags: flags}, &out); !st.Ok() {
+			if st := call(m.fs, kernel.OpOpen, fuse.OpenIn{InHeader: file, Flags: flags}, "", &out); !st.Ok() {
 				t.Fatal(st)
 			}
-			defer m.fs.Release(nil, &fuse.ReleaseIn{InHeader: file, Fh: out.Fh})
-			in := fuse.WriteIn{InHeader: file, Fh: out.Fh, Flags: flags}
-			if n, st := m.fs.Write(nil, &in, []byte("new")); n != 3 || !st.Ok() {
-				t.Fatalf("write: got %d, %v, want 3", n, st)
+			defer call(m.fs, kernel.OpRelease, fuse.ReleaseIn{InHeader: file, Fh: out.Fh}, "", none)
+			in := fuse.WriteIn{InHeader: file, Fh: out.Fh, Flags: flags, Size: 3}
+			var written fuse.WriteOut
+			if st := call(m.fs, kernel.OpWrite, in, "new", &written); written.Size != 3 || !st.Ok() {
+				t.Fatalf("write: got %d, %v, want 3", written.Size, st)
 			}
 			got := ""
 			if !eventually(func() bool {

@@ -12,7 +12,7 @@
 //	unmount.go    unmount, abort, and mount points that other programs detached
 //	mountpoint.go the mount point as a descriptor, fsopen(2), mount(2)
 //	device.go     device numbers, the mount table, poll(2)
-//	request.go    one kernel request as a context; interrupts end its RPCs
+//	request.go    what the FS keeps with a kernel.Request: the credential, the record, the target of a READ
 //	cred.go       uid, gid and groups of the calling process as AUTH_SYS (RFC 5531 appendix A)
 //	inode.go      the inode table: node number, file handle, lookup count
 //	handlemap.go  nodes by file handle
@@ -96,8 +96,7 @@
 //
 // inodeTable.mu guards the maps, lookup counts, open counts and removals in flight. attr.State,
 // attr.Rights, name.Dir, data.File and nodeACLs of a node have locks. State.mu guards the records of
-// requests. interrupts.mu guards the active requests.
-// handleLocks.mu guards the lock owners of one open file. reopens.mu, aclCalls, aclsAhead and
+// requests. handleLocks.mu guards the lock owners of one open file. reopens.mu, aclCalls, aclsAhead and
 // FS.handles each guard one table. Code that may panic unlocks with defer.
 //
 // dirHandle.mu serializes the reads of one open directory. No other lock is held during an RPC.

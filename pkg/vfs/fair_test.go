@@ -108,7 +108,7 @@ func TestWaitingReadsRaiseKernelBound(t *testing.T) {
 			bound := maxBackground
 			fs.busyReads.apply = func(n int) { bound = n }
 			buf := fs.buffers.TryGet()
-			r := &request{done: make(chan struct{})}
+			r, cancel := newRequest(t)
 			for range reads {
 				go fs.getReadBuffer(r, &fileHandle{}, &fuse.ReadIn{Flags: c.flags})
 			}
@@ -116,7 +116,7 @@ func TestWaitingReadsRaiseKernelBound(t *testing.T) {
 			if bound < c.least || c.flags != 0 && bound != c.least {
 				t.Errorf("%d reads with flags %#x wait: got a bound of %d, want %d", reads, c.flags, bound, c.least)
 			}
-			close(r.done)
+			cancel()
 			synctest.Wait()
 			if bound != maxBackground {
 				t.Errorf("bound after the reads: got %d, want %d", bound, maxBackground)

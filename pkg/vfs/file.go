@@ -6,6 +6,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 )
@@ -97,10 +98,12 @@ func (fs *FS) openFlags(flags uint32, unchanged bool) uint32 {
 }
 
 // Open handles open(2) of an existing file.
-func (fs *FS) Open(cancel <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut) fuse.Status {
-	return fs.onNode(OpOpen, cancel, &in.InHeader, func(r *request, ino *inode) error {
-		return fs.open(r, ino, in.Flags, out)
-	})
+func (fs *FS) Open(k *kernel.Request, in *fuse.OpenIn, out *fuse.OpenOut) fuse.Status {
+	r, ino, err := fs.onNode(k)
+	if err == nil {
+		err = fs.open(r, ino, in.Flags, out)
+	}
+	return fs.end(r, err)
 }
 
 func (fs *FS) open(r *request, ino *inode, flags uint32, out *fuse.OpenOut) error {
@@ -241,35 +244,35 @@ func (fs *FS) truncate(r *request, ino *inode, a *nfs.Attr) (cacheable bool, err
 
 // Flush handles close(2). Flush returns after the file's data is stable, or returns the write
 // error.
-func (fs *FS) Flush(cancel <-chan struct{}, in *fuse.FlushIn) fuse.Status {
-	r := fs.begin(OpFlush, cancel, &in.InHeader)
+func (fs *FS) Flush(k *kernel.Request, in *fuse.FlushIn) fuse.Status {
+	r := fs.begin(k)
 	h := fs.file(in.Fh)
 	if h != nil {
 		h.flushed.Store(true)
 	}
 	switch {
 	case h == nil:
-		return fs.end(OpFlush, r, syscall.EBADF)
+		return fs.end(r, syscall.EBADF)
 	case h.writable:
 		err := fs.syncFile(r, h)
 		if h.setID.Load() {
 			fs.dropAttr(h.ino) // otherwise execve(2) uses the kernel's old mode
 		}
 		fs.flushLocks(r, h, in.LockOwner)
-		return fs.end(OpFlush, r, err)
+		return fs.end(r, err)
 	}
 	fs.flushLocks(r, h, in.LockOwner)
-	return fs.end(OpFlush, r, nil)
+	return fs.end(r, nil)
 }
 
 // Fsync handles fsync(2) and fdatasync(2).
-func (fs *FS) Fsync(cancel <-chan struct{}, in *fuse.FsyncIn) fuse.Status {
-	r := fs.begin(OpFsync, cancel, &in.InHeader)
+func (fs *FS) Fsync(k *kernel.Request, in *fuse.FsyncIn) fuse.Status {
+	r := fs.begin(k)
 	h := fs.file(in.Fh)
 	if h == nil {
-		return fs.end(OpFsync, r, syscall.EBADF)
+		return fs.end(r, syscall.EBADF)
 	}
-	return fs.end(OpFsync, r, fs.syncFile(r, h))
+	return fs.end(r, fs.syncFile(r, h))
 }
 
 func (fs *FS) syncFile(r *request, h *fileHandle) error {
@@ -291,9 +294,14 @@ func (fs *FS) syncFile(r *request, h *fileHandle) error {
 
 // Release ends an open file. The kernel does not wait for it. When a fatal signal interrupted
 // close(2), Release writes the remaining data in the background.
-func (fs *FS) Release(cancel <-chan struct{}, in *fuse.ReleaseIn) {
-	fs.Counters.Ops[OpRelease].Add(1)
-	h := fs.file(in.Fh)
+func (fs *FS) Release(_ *kernel.Request, in *fuse.ReleaseIn) fuse.Status {
+	fs.Counters.Ops[kernel.OpRelease].Add(1)
+	fs.releaseFile(in.Fh)
+	return fuse.OK
+}
+
+func (fs *FS) releaseFile(id uint64) {
+	h := fs.file(id)
 	if h == nil {
 		return
 	}
@@ -303,7 +311,7 @@ func (fs *FS) Release(cancel <-chan struct{}, in *fuse.ReleaseIn) {
 		fs.handles.Unlock()
 		return
 	}
-	delete(fs.handles.files, in.Fh)
+	delete(fs.handles.files, id)
 	h.closed = true
 	if h.watched {
 		fs.unwatchFile()

@@ -116,29 +116,15 @@ type Options struct {
 	// Settled, if not nil, is called once after a continued mount has handled the requests of the
 	// earlier process.
 	Settled func()
-	// Observe, if not nil, is called after each request that the kernel waits for. Observe runs on
-	// the request's goroutine, may run concurrently, and must not block. Observe is not called for
-	// FORGET, RELEASE and FSYNCDIR.
-	Observe func(Sample)
-	// Ended, if not nil, is called for the same requests after their reply was written. As Observe,
-	// it runs on the request's goroutine, may run concurrently, and must not block. AddCall must
-	// then be called for each RPC.
-	Ended func(e Ended)
-	// Tag, if not nil, is called when a request begins that has Ended at its end. The request keeps
-	// the result for TagOf and Ended. Tag may run concurrently, and must not block.
-	Tag func() any
+	// Observe, if not nil, is called for each request after its reply was written. Observe runs on
+	// the request's goroutine, may run concurrently, and must not block. It is not called for
+	// FORGET, RELEASE, RELEASEDIR and FSYNCDIR. Request.AddCall must then be called for each RPC,
+	// see kernel.RequestOf.
+	Observe func(*kernel.Request)
 	// Warn, if not nil, logs a condition that an administrator should know, with key-value
 	// pairs. It is called at most once a minute for each condition, may run concurrently, and
 	// must not block.
 	Warn func(msg string, args ...any)
-}
-
-// A Sample describes a request that has ended.
-type Sample struct {
-	Op       Op
-	Owner    Owner         // the caller
-	Bytes    int           // file bytes that a READ returned or a WRITE accepted
-	Duration time.Duration // from the arrival to the result
 }
 
 // DefaultOptions returns the defaults of nfs(5).
@@ -147,12 +133,9 @@ func DefaultOptions() Options {
 		AcDirMax: 60 * time.Second, DirtyExpire: data.DefaultExpire}
 }
 
-// An FS is one NFSv3 file system for one mount. FS implements fuse.RawFileSystem. The kernel calls
+// An FS is one NFSv3 file system for one mount. FS implements kernel.FileSystem. The kernel calls
 // the methods of an FS concurrently.
 type FS struct {
-	// RawFileSystem returns ENOSYS for operations that NFSv3 does not have, for example fallocate.
-	fuse.RawFileSystem
-
 	// Counters is safe to read at any time.
 	Counters Counters
 
@@ -165,7 +148,7 @@ type FS struct {
 	ownBuffers bool
 	creds      *credentials
 	inodes     inodeTable
-	interrupts interrupts
+	requests   kernel.Requests
 	attrs      attr.Cache
 	names      name.Table
 	users      name.SoleUser
@@ -211,7 +194,7 @@ func New(ctx context.Context, server nfs.Server, root nfs.Handle, opts Options) 
 	if err := opts.setDefaults(); err != nil {
 		return nil, err
 	}
-	fs := &FS{RawFileSystem: fuse.NewDefaultRawFileSystem(), server: server, opts: opts, state: opts.State,
+	fs := &FS{server: server, opts: opts, state: opts.State,
 		buffers: opts.Buffers, aborted: make(chan struct{}),
 		closed: make(chan struct{})}
 	fs.busy = nfs.BusyPolicy{Timeout: opts.BusyTimeout, Retries: &fs.Counters.JukeboxRetries}
@@ -220,8 +203,8 @@ func New(ctx context.Context, server nfs.Server, root nfs.Handle, opts Options) 
 	fs.creds.guest = opts.Guest
 	fs.handles.files, fs.handles.dirs = make(map[uint64]*fileHandle), make(map[uint64]*dirHandle)
 	fs.handles.releasing = make(map[*fileHandle]struct{})
-	fs.interrupts.onInterrupt = func() { fs.Counters.Interrupts.Add(1) }
-	fs.interrupts.onPanic = fs.fail
+	fs.requests.Ended = func() { fs.Counters.Interrupts.Add(1) }
+	fs.requests.Panicked = fs.fail
 	fs.handles.last = fs.state.firstID()
 	fs.state.warnOfUsers(opts.Warn)
 	rootInode := &inode{id: fuse.FUSE_ROOT_ID, fh: root}
@@ -328,6 +311,9 @@ func (o *Options) setDefaults() error {
 // IOSizes returns the negotiated sizes of one READ and one WRITE in bytes.
 func (fs *FS) IOSizes() (rsize, wsize int) { return fs.opts.RSize, fs.opts.WSize }
 
+// Progress returns a number that grows whenever the server accepts written data.
+func (fs *FS) Progress() uint64 { return fs.data.Progress() }
+
 // Inodes returns the number of inodes that the FS keeps for the kernel.
 func (fs *FS) Inodes() int { return fs.inodes.len() }
 
@@ -336,7 +322,7 @@ func (fs *FS) Inodes() int { return fs.inodes.len() }
 func (fs *FS) Abort() {
 	fs.abortOnce.Do(func() { close(fs.aborted) })
 	fs.aclsAhead.stop()
-	fs.interrupts.abort()
+	fs.requests.Abort()
 }
 
 func (fs *FS) isAborted() bool {
@@ -361,21 +347,12 @@ func (fs *FS) Close(ctx context.Context) {
 	stop()
 	fs.Abort()
 	fs.work.Wait()
-	fs.interrupts.stop()
+	fs.requests.Close()
 	fs.data.Close()
 	if fs.ownBuffers {
 		fs.buffers.Close()
 	}
 }
-
-// String returns the name of the file system in go-fuse's messages.
-func (fs *FS) String() string { return "nfsrdma" }
-
-// SetDebug does nothing. go-fuse requires it.
-func (fs *FS) SetDebug(bool) {}
-
-// Disconnected ends the requests in progress after the kernel has ended the connection.
-func (fs *FS) Disconnected() { fs.interrupts.disconnect() }
 
 // Warn implements kernel.FileSystem.
 func (fs *FS) Warn(msg string, args ...any) { warner(fs.opts.Warn).Warn(msg, args...) }
@@ -398,7 +375,7 @@ func (fs *FS) dropAttr(ino *inode) {
 
 // Forget releases lookup references of the kernel.
 func (fs *FS) Forget(id, nlookup uint64) {
-	fs.Counters.Ops[OpForget].Add(1)
+	fs.Counters.Ops[kernel.OpForget].Add(1)
 	if ino := fs.inodes.forget(id, nlookup); ino != nil {
 		fs.releaseAll(ino)
 	}
@@ -410,10 +387,10 @@ func (fs *FS) Forget(id, nlookup uint64) {
 func (fs *FS) releaseAll(ino *inode) {
 	files, dirs := fs.forgottenHandles(ino)
 	for _, id := range files {
-		fs.Release(nil, &fuse.ReleaseIn{Fh: id})
+		fs.releaseFile(id)
 	}
 	for _, id := range dirs {
-		fs.ReleaseDir(&fuse.ReleaseIn{Fh: id})
+		fs.releaseDir(id)
 	}
 }
 

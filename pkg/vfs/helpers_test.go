@@ -4,15 +4,20 @@ import (
 	"bytes"
 	"fmt"
 	"io/fs"
+	"math"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
 	"time"
+	"unsafe"
 
+	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
+	"github.com/nfsrdmad/nfsrdmad/pkg/observe/ledger"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
@@ -126,4 +131,66 @@ func (t *inodeTable) openFiles() int {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.files
+}
+
+// A reply keeps the reply to a request.
+type reply []byte
+
+func (*reply) Room() int          { return math.MaxInt }
+func (*reply) Place(int) [][]byte { return nil }
+func (r *reply) Send(head []byte, data [][]byte, _ int) {
+	*r = append(append((*r)[:0], head...), bytes.Join(data, nil)...)
+}
+
+// message encodes a request: a structure that begins with a fuse.InHeader, and what follows it.
+func message[I any](op kernel.Op, in I, payload string) kernel.Message {
+	b := append(unsafe.Slice((*byte)(unsafe.Pointer(&in)), unsafe.Sizeof(in)), payload...)
+	h := (*fuse.InHeader)(unsafe.Pointer(&b[0]))
+	h.Opcode, h.Length = uint32(op), uint32(len(b))
+	return kernel.Message{In: b, Received: ledger.Now()}
+}
+
+// call makes a request as a connection does. It decodes the reply to out, unless nil.
+func call[I, O any](fs kernel.FileSystem, op kernel.Op, in I, payload string, out *O) fuse.Status {
+	return callMessage(fs, message(op, in, payload), out)
+}
+
+func callMessage[O any](fs kernel.FileSystem, m kernel.Message, out *O) fuse.Status {
+	var r reply
+	opts := kernel.Options{MaxWrite: MaxIOSize, Panicked: func(v any) fuse.Status { panic(v) }}
+	kernel.NewHandler(fs, opts).NewRequest(&r).Handle(m)
+	h := (*fuse.OutHeader)(unsafe.Pointer(&r[0]))
+	if out != nil {
+		copy(unsafe.Slice((*byte)(unsafe.Pointer(out)), unsafe.Sizeof(*out)), r[unsafe.Sizeof(*h):])
+	}
+	return fuse.Status(-h.Status)
+}
+
+// none is for replies without data.
+var none *struct{}
+
+// A heldFS keeps a request in progress.
+type heldFS struct {
+	kernel.FileSystem
+	requests kernel.Requests
+	began    chan *kernel.Request
+	over     chan struct{}
+}
+
+func (f *heldFS) Requests() *kernel.Requests { return &f.requests }
+func (f *heldFS) Replied(*kernel.Request)    {}
+
+func (f *heldFS) Flush(r *kernel.Request, _ *fuse.FlushIn) fuse.Status {
+	f.began <- r
+	<-f.over
+	return fuse.OK
+}
+
+// newRequest returns a request that is in progress until the test ends. cancel closes its Done.
+func newRequest(t testing.TB) (r *request, cancel func()) {
+	f := &heldFS{began: make(chan *kernel.Request), over: make(chan struct{})}
+	caller := fuse.Caller{Pid: 4711, Owner: fuse.Owner{Uid: math.MaxUint32 - 1}}
+	go call(f, kernel.OpFlush, fuse.FlushIn{InHeader: fuse.InHeader{Caller: caller}}, "", none)
+	t.Cleanup(func() { close(f.over) })
+	return &request{Request: <-f.began}, f.requests.Abort
 }

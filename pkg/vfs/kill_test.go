@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"sync"
 	"testing"
+	"unsafe"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
@@ -18,7 +19,6 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
-	"github.com/nfsrdmad/nfsrdmad/pkg/observe/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -45,10 +45,11 @@ type keptMount struct {
 	event  int               // at which a process is killed, counted from 1
 	cached map[uint32][]byte // duplicate request cache: replies by XID
 
-	fs     *FS
-	state  *State
-	pool   *membuf.Pool
-	unique uint64
+	fs      *FS
+	state   *State
+	pool    *membuf.Pool
+	unique  uint64
+	replied bool // the kernel has the reply to the last request
 
 	mu     sync.Mutex
 	xid    uint32
@@ -238,18 +239,29 @@ func (x *keptMount) end() {
 	x.pool.Close()
 }
 
-// do makes a request for a node, as the kernel does: the next process gets a request that has no
-// reply.
-func (x *keptMount) do(node uint64, request func(fs *FS, h fuse.InHeader) fuse.Status) error {
+// A killedFS is the FS of a process that can be killed around the reply to a request.
+type killedFS struct {
+	*FS
+	x *keptMount
+}
+
+func (fs killedFS) Replied(r *kernel.Request) {
+	x := fs.x
+	if x.replied = x.alive("before the reply"); x.replied && x.alive("after the reply") {
+		fs.FS.Replied(r)
+	}
+}
+
+// do makes a request, as the kernel does: the next process gets a request that has no reply.
+func do[I, O any](x *keptMount, op kernel.Op, node uint64, in I, payload string, out *O) error {
 	x.t.Helper()
 	x.unique += 2
-	h := fuse.InHeader{NodeId: node, Unique: x.unique}
+	m := message(op, in, payload)
+	h := (*fuse.InHeader)(unsafe.Pointer(&m.In[0]))
+	h.NodeId, h.Unique = node, x.unique
 	for {
-		status := request(x.fs, h)
-		if x.alive("before the reply") {
-			if x.alive("after the reply") {
-				x.fs.Replied(x.unique, ledger.Now())
-			}
+		status := callMessage(killedFS{x.fs, x}, m, out)
+		if x.replied {
 			x.restart()
 			if status == fuse.OK {
 				return nil
@@ -257,7 +269,7 @@ func (x *keptMount) do(node uint64, request func(fs *FS, h fuse.InHeader) fuse.S
 			return unix.Errno(status)
 		}
 		x.restart(x.unique)
-		kernel.MarkResent(&h)
+		m.Resent = true
 	}
 }
 
@@ -273,7 +285,7 @@ type killRun struct {
 
 func (r *killRun) lookup(name string) error {
 	var out fuse.EntryOut
-	err := r.do(r.dir, func(fs *FS, h fuse.InHeader) fuse.Status { return fs.Lookup(nil, &h, name, &out) })
+	err := do(r.keptMount, kernel.OpLookup, r.dir, fuse.InHeader{}, name+"\x00", &out)
 	r.node = out.NodeId
 	return err
 }
@@ -283,37 +295,30 @@ func (r *killRun) open(name string, flags uint32) error {
 		return err
 	}
 	var out fuse.OpenOut
-	err := r.do(r.node, func(fs *FS, h fuse.InHeader) fuse.Status {
-		return fs.Open(nil, &fuse.OpenIn{InHeader: h, Flags: flags}, &out)
-	})
+	err := do(r.keptMount, kernel.OpOpen, r.node, fuse.OpenIn{Flags: flags}, "", &out)
 	r.fh, r.flags = out.Fh, flags
 	return err
 }
 
 func (r *killRun) create(name string, flags, mode uint32) error {
 	var out fuse.CreateOut
-	err := r.do(r.dir, func(fs *FS, h fuse.InHeader) fuse.Status {
-		return fs.Create(nil, &fuse.CreateIn{InHeader: h, Flags: flags, Mode: mode}, name, &out)
-	})
+	err := do(r.keptMount, kernel.OpCreate, r.dir, fuse.CreateIn{Flags: flags, Mode: mode}, name+"\x00", &out)
 	r.node, r.fh, r.flags = out.NodeId, out.Fh, flags
 	return err
 }
 
 func (r *killRun) write(off uint64, data string) error {
-	return r.do(r.node, func(fs *FS, h fuse.InHeader) fuse.Status {
-		in := fuse.WriteIn{InHeader: h, Fh: r.fh, Offset: off, Size: uint32(len(data)), Flags: r.flags}
-		n, status := fs.Write(nil, &in, []byte(data))
-		if status == fuse.OK && int(n) != len(data) {
-			r.t.Errorf("write: got %d bytes, want %d", n, len(data))
-		}
-		return status
-	})
+	in := fuse.WriteIn{Fh: r.fh, Offset: off, Size: uint32(len(data)), Flags: r.flags}
+	var out fuse.WriteOut
+	err := do(r.keptMount, kernel.OpWrite, r.node, in, data, &out)
+	if err == nil && out.Size != in.Size {
+		r.t.Errorf("write: got %d bytes, want %d", out.Size, in.Size)
+	}
+	return err
 }
 
 func (r *killRun) fsync() error {
-	return r.do(r.node, func(fs *FS, h fuse.InHeader) fuse.Status {
-		return fs.Fsync(nil, &fuse.FsyncIn{InHeader: h, Fh: r.fh})
-	})
+	return do(r.keptMount, kernel.OpFsync, r.node, fuse.FsyncIn{Fh: r.fh}, "", none)
 }
 
 // close makes the requests of close(2).
@@ -323,31 +328,20 @@ func (r *killRun) close() error {
 		return nil
 	}
 	r.fh = 0
-	return errors.Join(
-		r.do(r.node, func(fs *FS, h fuse.InHeader) fuse.Status {
-			return fs.Flush(nil, &fuse.FlushIn{InHeader: h, Fh: fh})
-		}),
-		r.do(r.node, func(fs *FS, h fuse.InHeader) fuse.Status {
-			fs.Release(nil, &fuse.ReleaseIn{InHeader: h, Fh: fh})
-			return fuse.OK
-		}))
+	return errors.Join(do(r.keptMount, kernel.OpFlush, r.node, fuse.FlushIn{Fh: fh}, "", none),
+		do(r.keptMount, kernel.OpRelease, r.node, fuse.ReleaseIn{Fh: fh}, "", none))
 }
 
 func (r *killRun) rename(from, to string) error {
-	return r.do(r.dir, func(fs *FS, h fuse.InHeader) fuse.Status {
-		return fs.Rename(nil, &fuse.RenameIn{InHeader: h, Newdir: r.dir}, from, to)
-	})
+	return do(r.keptMount, kernel.OpRename2, r.dir, fuse.RenameIn{Newdir: r.dir}, from+"\x00"+to+"\x00", none)
 }
 
 func (r *killRun) unlink(name string) error {
-	return r.do(r.dir, func(fs *FS, h fuse.InHeader) fuse.Status { return fs.Unlink(nil, &h, name) })
+	return do(r.keptMount, kernel.OpUnlink, r.dir, fuse.InHeader{}, name+"\x00", none)
 }
 
 func (r *killRun) setAttr(in fuse.SetAttrIn) error {
-	return r.do(r.node, func(fs *FS, h fuse.InHeader) fuse.Status {
-		in.InHeader = h
-		return fs.SetAttr(nil, &in, new(fuse.AttrOut))
-	})
+	return do(r.keptMount, kernel.OpSetAttr, r.node, in, "", none)
 }
 
 // put makes a file on the server.

@@ -12,6 +12,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
@@ -51,9 +52,7 @@ func opened(flags uint32, names ...string) func(*killRun) error {
 
 // mkdir makes the directory d.
 func mkdir(r *killRun) error {
-	return r.do(r.dir, func(fs *FS, h fuse.InHeader) fuse.Status {
-		return fs.Mkdir(nil, &fuse.MkdirIn{InHeader: h, Mode: 0o755}, "d", new(fuse.EntryOut))
-	})
+	return do(r.keptMount, kernel.OpMkdir, r.dir, fuse.MkdirIn{Mode: 0o755}, "d\x00", none)
 }
 
 // wants returns nil if err is want.
@@ -86,19 +85,14 @@ var killOps = []killOp{
 	{name: "mkdir of an existing directory", prepare: mkdir, do: mkdir, err: unix.EEXIST,
 		want: map[string]string{"d": "d---------"}},
 	{name: "mkfifo", do: func(r *killRun) error {
-		return r.do(r.dir, func(fs *FS, h fuse.InHeader) fuse.Status {
-			return fs.Mknod(nil, &fuse.MknodIn{InHeader: h, Mode: unix.S_IFIFO | 0o640}, "p", new(fuse.EntryOut))
-		})
+		return do(r.keptMount, kernel.OpMknod, r.dir, fuse.MknodIn{Mode: unix.S_IFIFO | 0o640}, "p\x00", none)
 	}, want: map[string]string{"p": "p---------"}},
 	{name: "symlink", do: func(r *killRun) error {
-		return r.do(r.dir, func(fs *FS, h fuse.InHeader) fuse.Status {
-			return fs.Symlink(nil, &h, "target", "l", new(fuse.EntryOut))
-		})
+		return do(r.keptMount, kernel.OpSymlink, r.dir, fuse.InHeader{}, "l\x00target\x00", none)
 	}, want: map[string]string{"l": "target"}},
 	{name: "link", prepare: puts("f"), do: func(r *killRun) error {
-		return errors.Join(r.lookup("f"), r.do(r.dir, func(fs *FS, h fuse.InHeader) fuse.Status {
-			return fs.Link(nil, &fuse.LinkIn{InHeader: h, Oldnodeid: r.node}, "g", new(fuse.EntryOut))
-		}))
+		err := r.lookup("f")
+		return errors.Join(err, do(r.keptMount, kernel.OpLink, r.dir, fuse.LinkIn{Oldnodeid: r.node}, "g\x00", none))
 	}, want: map[string]string{"f": "f", "g": "f"}},
 	{name: "unlink", prepare: puts("f"), do: func(r *killRun) error { return r.unlink("f") }, again: "after REMOVE"},
 	{name: "unlink of a missing name", do: func(r *killRun) error { return r.unlink("f") }, err: unix.ENOENT},
@@ -106,7 +100,7 @@ var killOps = []killOp{
 		return errors.Join(r.unlink("f"), r.write(0, "hidden"), r.close())
 	}},
 	{name: "rmdir", prepare: mkdir, do: func(r *killRun) error {
-		return r.do(r.dir, func(fs *FS, h fuse.InHeader) fuse.Status { return fs.Rmdir(nil, &h, "d") })
+		return do(r.keptMount, kernel.OpRmdir, r.dir, fuse.InHeader{}, "d\x00", none)
 	}},
 	{name: "rename", prepare: puts("f"), do: func(r *killRun) error { return r.rename("f", "g") },
 		want: map[string]string{"g": "f"}, again: "after RENAME"},
@@ -185,9 +179,7 @@ func (op *killOp) run(r *killRun) {
 	r.t.Helper()
 	must(r.t, unix.Mkdir(r.local, 0o755))
 	var out fuse.EntryOut
-	must(r.t, r.do(fuse.FUSE_ROOT_ID, func(fs *FS, h fuse.InHeader) fuse.Status {
-		return fs.Lookup(nil, &h, filepath.Base(r.local), &out)
-	}))
+	must(r.t, do(r.keptMount, kernel.OpLookup, fuse.FUSE_ROOT_ID, fuse.InHeader{}, filepath.Base(r.local)+"\x00", &out))
 	r.dir = out.NodeId
 	if op.prepare != nil {
 		must(r.t, op.prepare(r))

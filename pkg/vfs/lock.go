@@ -8,6 +8,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/rangelock"
@@ -23,9 +24,9 @@ type handleLocks struct {
 }
 
 // GetLk handles fcntl(2) with F_GETLK.
-func (fs *FS) GetLk(cancel <-chan struct{}, in *fuse.LkIn, out *fuse.LkOut) fuse.Status {
-	return fs.lockRequest(OpGetLock, cancel, in, func(r *request, h *fileHandle, l nlm.Lock) error {
-		ctx, done := lockContext(r, nil)
+func (fs *FS) GetLk(k *kernel.Request, in *fuse.LkIn, out *fuse.LkOut) fuse.Status {
+	return fs.lockRequest(k, in, func(r *request, h *fileHandle, l nlm.Lock) error {
+		ctx, done := context.WithCancel(r) // what the Client keeps of it must not change with r
 		defer done()
 		holder, held, err := fs.opts.Locks.Test(ctx, h.cred, h.ino.fh, l)
 		if held && holder.Open != 0 && fs.awaitRelease(ctx, h.ino) { // a lock of this mount
@@ -46,9 +47,9 @@ func (fs *FS) GetLk(cancel <-chan struct{}, in *fuse.LkIn, out *fuse.LkOut) fuse
 }
 
 // SetLk handles fcntl(2) with F_SETLK and flock(2) with LOCK_NB.
-func (fs *FS) SetLk(cancel <-chan struct{}, in *fuse.LkIn) fuse.Status {
-	return fs.lockRequest(OpSetLock, cancel, in, func(r *request, h *fileHandle, l nlm.Lock) error {
-		ctx, done := lockContext(r, nil)
+func (fs *FS) SetLk(k *kernel.Request, in *fuse.LkIn) fuse.Status {
+	return fs.lockRequest(k, in, func(r *request, h *fileHandle, l nlm.Lock) error {
+		ctx, done := context.WithCancel(r)
 		defer done()
 		if in.Lk.Typ == syscall.F_UNLCK {
 			return fs.unlock(ctx, r, h, &l)
@@ -63,9 +64,9 @@ func (fs *FS) SetLk(cancel <-chan struct{}, in *fuse.LkIn) fuse.Status {
 
 // SetLkw handles fcntl(2) with F_SETLKW and flock(2). Any signal ends it; the kernel restarts the
 // system call where the program asked for that.
-func (fs *FS) SetLkw(cancel <-chan struct{}, in *fuse.LkIn) fuse.Status {
-	return fs.lockRequest(OpSetLockWait, cancel, in, func(r *request, h *fileHandle, l nlm.Lock) error {
-		ctx, done := lockContext(r, cancel)
+func (fs *FS) SetLkw(k *kernel.Request, in *fuse.LkIn) fuse.Status {
+	return fs.lockRequest(k, in, func(r *request, h *fileHandle, l nlm.Lock) error {
+		ctx, done := context.WithCancel(r)
 		defer done()
 		if in.Lk.Typ == syscall.F_UNLCK {
 			return fs.unlock(ctx, r, h, &l)
@@ -74,15 +75,15 @@ func (fs *FS) SetLkw(cancel <-chan struct{}, in *fuse.LkIn) fuse.Status {
 	})
 }
 
-func (fs *FS) lockRequest(op Op, cancel <-chan struct{}, in *fuse.LkIn,
+func (fs *FS) lockRequest(k *kernel.Request, in *fuse.LkIn,
 	do func(*request, *fileHandle, nlm.Lock) error) fuse.Status {
 	if fs.opts.Locks == nil {
 		return fuse.ENOSYS
 	}
-	r := fs.begin(op, cancel, &in.InHeader)
+	r := fs.begin(k)
 	h := fs.file(in.Fh)
 	if h == nil {
-		return fs.end(op, r, syscall.EBADF)
+		return fs.end(r, syscall.EBADF)
 	}
 	l := nlm.Lock{Start: in.Lk.Start, End: in.Lk.End, Exclusive: in.Lk.Typ == syscall.F_WRLCK, PID: in.Lk.Pid,
 		Open: h.id, Owner: nlm.Owner{Kind: nlm.Posix, ID: in.Owner}}
@@ -90,25 +91,9 @@ func (fs *FS) lockRequest(op Op, cancel <-chan struct{}, in *fuse.LkIn,
 		l.Owner.Kind = nlm.Flock
 	}
 	if l.End > rangelock.MaxOffset || l.Start > l.End {
-		return fs.end(op, r, syscall.EINVAL)
+		return fs.end(r, syscall.EINVAL)
 	}
-	return fs.end(op, r, do(r, h, l))
-}
-
-// lockContext returns a context that ends with r and, if cancel is not nil, with any signal. The
-// caller must call done before r ends.
-func lockContext(r *request, cancel <-chan struct{}) (ctx context.Context, done func()) {
-	ctx, stop := context.WithCancel(context.Background())
-	ended := r.Done()
-	go func() {
-		select {
-		case <-ended:
-		case <-cancel:
-		case <-ctx.Done():
-		}
-		stop()
-	}()
-	return ctx, stop
+	return fs.end(r, do(r, h, l))
 }
 
 // lock sets a lock. Locks make the data of clients coherent, as in Linux's client: dirty data is on
@@ -165,7 +150,7 @@ func (fs *FS) flushLocks(r *request, h *fileHandle, owner uint64) {
 	h.locks.flushed = time.Now()
 	h.locks.mu.Unlock()
 	_ = fs.sync(r, h.ino) // the files that are open for writing report the error
-	ctx, done := lockContext(r, nil)
+	ctx, done := context.WithCancel(r)
 	defer done()
 	id := nlm.Owner{Kind: nlm.Posix, ID: owner}
 	_ = fs.opts.Locks.ReleaseOwner(ctx, h.cred, h.ino.fh, id)

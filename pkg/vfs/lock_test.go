@@ -11,6 +11,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/rangelock"
@@ -196,7 +197,7 @@ func (e *export) lockCalls(t *testing.T) (*lockCalls, *scripted) {
 	must(t, os.WriteFile(filepath.Join(e.dir, "f"), nil, 0o644))
 	m, s := e.mountWithLocks(t)
 	var entry fuse.EntryOut
-	wantStatus(t, m.fs.Lookup(nil, &fuse.InHeader{NodeId: fuse.FUSE_ROOT_ID}, "f", &entry))
+	wantStatus(t, call(m.fs, kernel.OpLookup, fuse.InHeader{NodeId: fuse.FUSE_ROOT_ID}, "f\x00", &entry))
 	t.Cleanup(func() { m.fs.Forget(entry.NodeId, 1) })
 	return &lockCalls{t, m.fs, entry.NodeId}, s
 }
@@ -206,17 +207,17 @@ func (c *lockCalls) header() fuse.InHeader { return fuse.InHeader{NodeId: c.node
 func (c *lockCalls) open() (fh uint64) {
 	c.t.Helper()
 	var out fuse.OpenOut
-	wantStatus(c.t, c.fs.Open(nil, &fuse.OpenIn{InHeader: c.header(), Flags: unix.O_RDWR}, &out))
+	wantStatus(c.t, call(c.fs, kernel.OpOpen, fuse.OpenIn{InHeader: c.header(), Flags: unix.O_RDWR}, "", &out))
 	return out.Fh
 }
 
-func (c *lockCalls) request(fh, owner uint64, typ, flags uint32) *fuse.LkIn {
-	return &fuse.LkIn{InHeader: c.header(), Fh: fh, Owner: owner, LkFlags: flags,
+func (c *lockCalls) request(fh, owner uint64, typ, flags uint32) fuse.LkIn {
+	return fuse.LkIn{InHeader: c.header(), Fh: fh, Owner: owner, LkFlags: flags,
 		Lk: fuse.FileLock{End: rangelock.MaxOffset, Typ: typ}}
 }
 
 func (c *lockCalls) release(fh uint64) {
-	c.fs.Release(nil, &fuse.ReleaseIn{InHeader: c.header(), Fh: fh})
+	call(c.fs, kernel.OpRelease, fuse.ReleaseIn{InHeader: c.header(), Fh: fh}, "", none)
 }
 
 // TestLateReleaseKeepsNewLock locks a file through one open file, and after close(2) through
@@ -240,13 +241,14 @@ func TestLateReleaseKeepsNewLock(t *testing.T) {
 		t.Run(x.name, func(t *testing.T) {
 			c, _ := startOwnExport(t).lockCalls(t)
 			first := c.open()
-			wantStatus(t, c.fs.SetLk(nil, c.request(first, owner, unix.F_WRLCK, x.flags)))
+			wantStatus(t, call(c.fs, kernel.OpSetLk, c.request(first, owner, unix.F_WRLCK, x.flags), "", none))
 			if x.unlock {
-				wantStatus(t, c.fs.SetLk(nil, c.request(first, owner, unix.F_UNLCK, x.flags)))
+				wantStatus(t, call(c.fs, kernel.OpSetLk, c.request(first, owner, unix.F_UNLCK, x.flags), "", none))
 			}
-			wantStatus(t, c.fs.Flush(nil, &fuse.FlushIn{InHeader: c.header(), Fh: first, LockOwner: x.flusher}))
+			wantStatus(t, call(c.fs, kernel.OpFlush,
+				fuse.FlushIn{InHeader: c.header(), Fh: first, LockOwner: x.flusher}, "", none))
 			second := c.open()
-			wantStatus(t, c.fs.SetLk(nil, c.request(second, owner, unix.F_WRLCK, x.flags)))
+			wantStatus(t, call(c.fs, kernel.OpSetLk, c.request(second, owner, unix.F_WRLCK, x.flags), "", none))
 			c.release(first)
 			third := c.open()
 			kit.Eventually(t, "release", func() bool {
@@ -254,11 +256,12 @@ func TestLateReleaseKeepsNewLock(t *testing.T) {
 				defer c.fs.handles.Unlock()
 				return len(c.fs.handles.releasing) == 0
 			})
-			if s := c.fs.SetLk(nil, c.request(third, other, unix.F_RDLCK, x.flags)); s != fuse.Status(unix.EAGAIN) {
+			s := call(c.fs, kernel.OpSetLk, c.request(third, other, unix.F_RDLCK, x.flags), "", none)
+			if s != fuse.Status(unix.EAGAIN) {
 				t.Errorf("lock of another owner: got %v, want EAGAIN", s)
 			}
 			c.release(second)
-			wantStatus(t, c.fs.SetLkw(nil, c.request(third, other, unix.F_WRLCK, x.flags)))
+			wantStatus(t, call(c.fs, kernel.OpSetLkw, c.request(third, other, unix.F_WRLCK, x.flags), "", none))
 			c.release(third)
 		})
 	}
@@ -272,9 +275,8 @@ func TestGetLkWaitsForRelease(t *testing.T) {
 	a, blocked := blockUntil(over)
 	s.on(a, nfs3.ProcWrite)
 	first, second := c.open(), c.open()
-	wantStatus(t, c.fs.SetLk(nil, c.request(first, 1, unix.F_WRLCK, 0)))
-	_, status := c.fs.Write(nil, &fuse.WriteIn{InHeader: c.header(), Fh: first, Size: 4}, []byte("data"))
-	wantStatus(t, status)
+	wantStatus(t, call(c.fs, kernel.OpSetLk, c.request(first, 1, unix.F_WRLCK, 0), "", none))
+	wantStatus(t, call(c.fs, kernel.OpWrite, fuse.WriteIn{InHeader: c.header(), Fh: first, Size: 4}, "data", none))
 	closed := c.fs.file(first)
 	c.release(first)
 	<-blocked
@@ -282,7 +284,7 @@ func TestGetLkWaitsForRelease(t *testing.T) {
 	result := make(chan fuse.LkOut)
 	go func() {
 		var out fuse.LkOut
-		if status := c.fs.GetLk(nil, c.request(second, 2, unix.F_WRLCK, 0), &out); status != fuse.OK {
+		if status := call(c.fs, kernel.OpGetLk, c.request(second, 2, unix.F_WRLCK, 0), "", &out); status != fuse.OK {
 			t.Errorf("F_GETLK: %v", status)
 		}
 		result <- out

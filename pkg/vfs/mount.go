@@ -213,41 +213,20 @@ func (s *Server) keep(opts *MountOptions) error {
 
 // options returns the options of the FUSE protocol. They are the same for each process that serves
 // the mount.
-func (s *Server) options(opts *MountOptions, acl bool) *fuse.MountOptions {
+func (s *Server) options(opts *MountOptions, acl bool) kernel.Options {
 	return s.fs.protocolOptions(opts.Logger, acl)
 }
 
-// GuestOptions returns the options of the FUSE protocol for a connection other than /dev/fuse. They are
-// the same for each process that serves the mount.
-func (fs *FS) GuestOptions(logger *log.Logger) *fuse.MountOptions {
+// GuestOptions returns the options of the FUSE protocol for a connection other than /dev/fuse. They
+// are the same for each process that serves the mount.
+func (fs *FS) GuestOptions(logger *log.Logger) kernel.Options {
 	return fs.protocolOptions(logger, fs.state.guestACL(fs.acl != nil))
 }
 
-func (fs *FS) protocolOptions(logger *log.Logger, acl bool) *fuse.MountOptions {
+func (fs *FS) protocolOptions(logger *log.Logger, acl bool) kernel.Options {
 	maxWrite := min(fs.buffers.Size(), MaxIOSize)
-	var withoutLocks uint64
-	if fs.opts.LocalPosix {
-		withoutLocks |= fuse.CAP_POSIX_LOCKS
-	}
-	if fs.opts.LocalFlock {
-		withoutLocks |= fuse.CAP_FLOCK_LOCKS
-	}
-	return &fuse.MountOptions{
-		MaxBackground:            maxBackground,
-		MaxWrite:                 maxWrite,
-		MaxReadAhead:             readAheadRequests * maxWrite,
-		ExplicitDataCacheControl: fs.explicitPages(),
-		DisableXAttrs:            !acl,
-		EnableAcl:                acl,
-		ExtraCapabilities:        fs.capabilities(acl),
-		// On an ID-mapped mount the kernel does not say who makes most requests. Without the
-		// capability the kernel refuses to make one, as for Linux's NFS client.
-		DisabledCapabilities: fuse.CAP_ALLOW_IDMAP | withoutLocks,
-		// The kernel keeps the kinds of locks that it does not forward.
-		EnableLocks:  fs.opts.Locks != nil,
-		Logger:       logger,
-		PanicHandler: fs.panicked,
-	}
+	return kernel.Options{MaxBackground: maxBackground, MaxWrite: maxWrite, MaxReadAhead: readAheadRequests * maxWrite,
+		Capabilities: fs.capabilities(acl), XAttrs: acl, Logger: logger, Panicked: fs.panicked}
 }
 
 // serve handles the kernel's requests until the connection ends. After an abort every call on the
@@ -259,7 +238,9 @@ func (s *Server) serve() {
 	_, _ = s.umount(unix.MNT_DETACH) // callers of Unmount get the error
 }
 
-// capabilities returns the capabilities of the kernel's FUSE client that the file system uses.
+// capabilities returns the capabilities of the kernel's FUSE client that the file system uses. On
+// an ID-mapped mount the kernel does not say who makes most requests. Without CAP_ALLOW_IDMAP the
+// kernel refuses to make one, as for Linux's NFS client.
 func (fs *FS) capabilities(acl bool) uint64 {
 	// The server clears set-user-ID and set-group-ID bits when another user writes to or chowns a
 	// file. Without HANDLE_KILLPRIV the kernel would send a SETATTR as the writer, who may not have
@@ -273,10 +254,22 @@ func (fs *FS) capabilities(acl bool) uint64 {
 	if fs.state != nil && !fs.opts.Guest {
 		c |= fuse.CAP_HAS_RESEND
 	}
+	if fs.explicitPages() {
+		c |= fuse.CAP_EXPLICIT_INVAL_DATA
+	} else {
+		c |= fuse.CAP_AUTO_INVAL_DATA
+	}
+	// The kernel keeps the kinds of locks that it does not forward.
+	if fs.opts.Locks != nil && !fs.opts.LocalPosix {
+		c |= fuse.CAP_POSIX_LOCKS
+	}
+	if fs.opts.Locks != nil && !fs.opts.LocalFlock {
+		c |= fuse.CAP_FLOCK_LOCKS
+	}
 	if acl {
 		// DONT_MASK: only the client knows whether the umask applies. HANDLE_KILLPRIV_V2: otherwise
 		// the kernel would ask for security.capability at each write(2).
-		c |= fuse.CAP_DONT_MASK | fuse.CAP_HANDLE_KILLPRIV_V2
+		c |= fuse.CAP_POSIX_ACL | fuse.CAP_DONT_MASK | fuse.CAP_HANDLE_KILLPRIV_V2
 	}
 	return c
 }

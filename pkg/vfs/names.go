@@ -7,21 +7,23 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // Lookup finds a name in a directory.
-func (fs *FS) Lookup(cancel <-chan struct{}, h *fuse.InHeader, name string, out *fuse.EntryOut) fuse.Status {
-	return fs.onNode(OpLookup, cancel, h, func(r *request, dir *inode) error {
-		if !fs.users.Admit(h.Uid, r.Done()) {
-			return syscall.EINTR
-		}
-		err := fs.lookup(r, dir, name, out)
+func (fs *FS) Lookup(k *kernel.Request, name string, out *fuse.EntryOut) fuse.Status {
+	r, dir, err := fs.onNode(k)
+	if err == nil && !fs.users.Admit(k.Header.Uid, r.Done()) {
+		err = syscall.EINTR
+	}
+	if err == nil {
+		err = fs.lookup(r, dir, name, out)
 		if nfs.CallErrno(err) == syscall.EACCES && fs.hasMountsBelow() {
-			return syscall.ENOMEM
+			err = syscall.ENOMEM
 		}
-		return err
-	})
+	}
+	return fs.end(r, err)
 }
 
 func (fs *FS) lookup(r *request, dir *inode, name string, out *fuse.EntryOut) error {
@@ -240,21 +242,24 @@ func (fs *FS) nameMade(dir *inode, name string, wcc *nfs.Change, start uint64) (
 }
 
 // Mkdir handles mkdir(2).
-func (fs *FS) Mkdir(cancel <-chan struct{}, in *fuse.MkdirIn, name string, out *fuse.EntryOut) fuse.Status {
-	return fs.onNode(OpMkdir, cancel, &in.InHeader, func(r *request, dir *inode) error {
+func (fs *FS) Mkdir(k *kernel.Request, in *fuse.MkdirIn, name string, out *fuse.EntryOut) fuse.Status {
+	r, dir, err := fs.onNode(k)
+	if err == nil {
 		set := fs.newMode(r, dir, in.Mode, in.Umask)
-		_, err := fs.createEntry(r, dir, name, nfs.Directory, out, func() (nfs.CreateResult, error) {
+		_, err = fs.createEntry(r, dir, name, nfs.Directory, out, func() (nfs.CreateResult, error) {
 			return fs.server.Mkdir(r, r.cred, dir.fh, name, set)
 		})
-		return err
-	})
+	}
+	return fs.end(r, err)
 }
 
 // Mknod handles mknod(2), including regular files.
-func (fs *FS) Mknod(cancel <-chan struct{}, in *fuse.MknodIn, name string, out *fuse.EntryOut) fuse.Status {
-	return fs.onNode(OpMknod, cancel, &in.InHeader, func(r *request, dir *inode) error {
-		return fs.mknod(r, dir, in, name, out)
-	})
+func (fs *FS) Mknod(k *kernel.Request, in *fuse.MknodIn, name string, out *fuse.EntryOut) fuse.Status {
+	r, dir, err := fs.onNode(k)
+	if err == nil {
+		err = fs.mknod(r, dir, in, name, out)
+	}
+	return fs.end(r, err)
 }
 
 func (fs *FS) mknod(r *request, dir *inode, in *fuse.MknodIn, name string, out *fuse.EntryOut) error {
@@ -283,28 +288,28 @@ func (fs *FS) mknod(r *request, dir *inode, in *fuse.MknodIn, name string, out *
 }
 
 // Symlink handles symlink(2).
-func (fs *FS) Symlink(cancel <-chan struct{}, h *fuse.InHeader, target, name string, out *fuse.EntryOut) fuse.Status {
-	set := modeOnly(0o777) // the mode that lstat(2) shows for symbolic links on all file systems
-	return fs.onNode(OpSymlink, cancel, h, func(r *request, dir *inode) error {
-		_, err := fs.createEntry(r, dir, name, nfs.Symlink, out, func() (nfs.CreateResult, error) {
+func (fs *FS) Symlink(k *kernel.Request, name, target string, out *fuse.EntryOut) fuse.Status {
+	r, dir, err := fs.onNode(k)
+	if err == nil {
+		set := modeOnly(0o777) // the mode that lstat(2) shows for symbolic links on all file systems
+		_, err = fs.createEntry(r, dir, name, nfs.Symlink, out, func() (nfs.CreateResult, error) {
 			return fs.server.Symlink(r, r.cred, dir.fh, name, target, set)
 		})
-		return err
-	})
+	}
+	return fs.end(r, err)
 }
 
 // Link handles link(2).
-func (fs *FS) Link(cancel <-chan struct{}, in *fuse.LinkIn, name string, out *fuse.EntryOut) fuse.Status {
-	r := fs.begin(OpLink, cancel, &in.InHeader)
-	if err := r.earlierError(); err != nil {
-		return fs.end(OpLink, r, err)
+func (fs *FS) Link(k *kernel.Request, in *fuse.LinkIn, name string, out *fuse.EntryOut) fuse.Status {
+	r, dir, err := fs.onNode(k)
+	if err == nil {
+		err = fs.link(r, dir, fs.inodes.get(in.Oldnodeid), name, out)
 	}
-	return fs.end(OpLink, r, fs.link(r, in, name, out))
+	return fs.end(r, err)
 }
 
-func (fs *FS) link(r *request, in *fuse.LinkIn, name string, out *fuse.EntryOut) error {
-	dir, ino := fs.inodes.get(in.NodeId), fs.inodes.get(in.Oldnodeid)
-	if dir == nil || ino == nil {
+func (fs *FS) link(r *request, dir, ino *inode, name string, out *fuse.EntryOut) error {
+	if ino == nil {
 		return syscall.ESTALE
 	}
 	if err := fs.push(r, ino); err != nil {

@@ -8,23 +8,26 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
 // GetAttr handles stat(2). The kernel caches attributes for the time in the reply. The kernel
 // therefore sends a request only when this time is over, or when a change has invalidated the
 // cached attributes.
-func (fs *FS) GetAttr(cancel <-chan struct{}, in *fuse.GetAttrIn, out *fuse.AttrOut) fuse.Status {
-	return fs.onNode(OpGetAttr, cancel, &in.InHeader, func(r *request, ino *inode) error {
-		err := fs.getattr(r, ino, out)
-		// open(2) asks for attributes to check rights. Pid 0 stands for all callers of other PID
-		// namespaces.
-		if err != nil && nfs.CallErrno(err) == syscall.ESTALE && in.Flags()&fuse.FUSE_GETATTR_FH == 0 && !ino.attr.IsDir() &&
-			r.pid != 0 {
-			fs.reopens.expect(r.pid)
-		}
-		return err
-	})
+func (fs *FS) GetAttr(k *kernel.Request, in *fuse.GetAttrIn, out *fuse.AttrOut) fuse.Status {
+	r, ino, err := fs.onNode(k)
+	if err != nil {
+		return fs.end(r, err)
+	}
+	err = fs.getattr(r, ino, out)
+	// open(2) asks for attributes to check rights. Pid 0 stands for all callers of other PID
+	// namespaces.
+	if err != nil && nfs.CallErrno(err) == syscall.ESTALE && in.Flags()&fuse.FUSE_GETATTR_FH == 0 && !ino.attr.IsDir() &&
+		r.pid != 0 {
+		fs.reopens.expect(r.pid)
+	}
+	return fs.end(r, err)
 }
 
 func (fs *FS) getattr(r *request, ino *inode, out *fuse.AttrOut) error {
@@ -63,10 +66,12 @@ func (fs *FS) fillAttrOut(ino *inode, a *nfs.Attr, cacheable bool, out *fuse.Att
 }
 
 // SetAttr handles chmod(2), chown(2), utimensat(2) and truncate(2).
-func (fs *FS) SetAttr(cancel <-chan struct{}, in *fuse.SetAttrIn, out *fuse.AttrOut) fuse.Status {
-	return fs.onNode(OpSetAttr, cancel, &in.InHeader, func(r *request, ino *inode) error {
-		return fs.setattr(r, ino, in, out)
-	})
+func (fs *FS) SetAttr(k *kernel.Request, in *fuse.SetAttrIn, out *fuse.AttrOut) fuse.Status {
+	r, ino, err := fs.onNode(k)
+	if err == nil {
+		err = fs.setattr(r, ino, in, out)
+	}
+	return fs.end(r, err)
 }
 
 func (fs *FS) setattr(r *request, ino *inode, in *fuse.SetAttrIn, out *fuse.AttrOut) error {
@@ -194,10 +199,12 @@ func timeHow(valid, bit, now uint32, sec uint64, nsec uint32) (nfs.TimeHow, nfs.
 }
 
 // Access handles access(2) where the kernel does not check permissions itself.
-func (fs *FS) Access(cancel <-chan struct{}, in *fuse.AccessIn) fuse.Status {
-	return fs.onNode(OpAccess, cancel, &in.InHeader, func(r *request, ino *inode) error {
-		return fs.access(r, ino, in.Mask)
-	})
+func (fs *FS) Access(k *kernel.Request, in *fuse.AccessIn) fuse.Status {
+	r, ino, err := fs.onNode(k)
+	if err == nil {
+		err = fs.access(r, ino, in.Mask)
+	}
+	return fs.end(r, err)
 }
 
 func (fs *FS) access(r *request, ino *inode, mask uint32) error {
@@ -252,13 +259,12 @@ func (fs *FS) askRights(ctx context.Context, ino *inode, call func() (nfs.OpenRe
 }
 
 // Readlink handles readlink(2).
-func (fs *FS) Readlink(cancel <-chan struct{}, h *fuse.InHeader) ([]byte, fuse.Status) {
-	var path []byte
-	status := fs.onNode(OpReadlink, cancel, h, func(r *request, ino *inode) (err error) {
+func (fs *FS) Readlink(k *kernel.Request) (path []byte, status fuse.Status) {
+	r, ino, err := fs.onNode(k)
+	if err == nil {
 		path, err = fs.readlink(r, ino)
-		return err
-	})
-	return path, status
+	}
+	return path, fs.end(r, err)
 }
 
 func (fs *FS) readlink(r *request, ino *inode) ([]byte, error) {
@@ -295,8 +301,12 @@ func (fs *FS) readlink(r *request, ino *inode) ([]byte, error) {
 const statfsBlock = 4096
 
 // StatFs handles statfs(2).
-func (fs *FS) StatFs(cancel <-chan struct{}, h *fuse.InHeader, out *fuse.StatfsOut) fuse.Status {
-	return fs.onNode(OpStatFs, cancel, h, func(r *request, ino *inode) error { return fs.statfs(r, ino, out) })
+func (fs *FS) StatFs(k *kernel.Request, out *fuse.StatfsOut) fuse.Status {
+	r, ino, err := fs.onNode(k)
+	if err == nil {
+		err = fs.statfs(r, ino, out)
+	}
+	return fs.end(r, err)
 }
 
 func (fs *FS) statfs(r *request, ino *inode, out *fuse.StatfsOut) error {

@@ -1,6 +1,10 @@
 package vfs
 
-import "context"
+import (
+	"context"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
+)
 
 // An Owner is the process on whose behalf an RPC is made.
 type Owner struct {
@@ -13,42 +17,24 @@ type Owner struct {
 	WriteBack bool
 }
 
-// ownerKey is the context key under which the contexts of this package return themselves.
-type ownerKey struct{}
+// backgroundKey is the context key under which background returns itself.
+type backgroundKey struct{}
 
 // OwnerOf returns the owner of the RPCs that use ctx. ok is false for a context that does not come
 // from this package. OwnerOf is for observers of a running mount and safe for concurrent use. At
 // the moment when a call ends it may return the owner of the next call.
 func OwnerOf(ctx context.Context) (o Owner, ok bool) {
-	switch v := ctx.Value(ownerKey{}).(type) {
-	case *request:
-		return v.caller(), true
-	case background:
-		return Owner{WriteBack: true}, true
+	if r := kernel.RequestOf(ctx); r != nil {
+		o.PID, o.UID = r.Caller()
+		return o, true
 	}
-	return Owner{}, false
-}
-
-// setOwner stores the caller of r for OwnerOf. PID and UID share one word because r may be reused
-// while OwnerOf reads it.
-func (r *request) setOwner(pid, uid uint32) { r.owner.Store(uint64(uid)<<32 | uint64(pid)) }
-
-func (r *request) caller() Owner {
-	both := r.owner.Load()
-	return Owner{PID: uint32(both), UID: uint32(both >> 32)}
-}
-
-// Value returns r for OwnerOf and nil for other keys.
-func (r *request) Value(key any) any {
-	if key == (ownerKey{}) {
-		return r
-	}
-	return nil
+	_, o.WriteBack = ctx.Value(backgroundKey{}).(background)
+	return o, o.WriteBack
 }
 
 // Value returns b for OwnerOf and nil for other keys.
 func (b background) Value(key any) any {
-	if key == (ownerKey{}) {
+	if key == (backgroundKey{}) {
 		return b
 	}
 	return nil

@@ -12,6 +12,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -28,10 +29,10 @@ func TestOpenSeesChangeFoundByOtherOpen(t *testing.T) {
 	e.awaitTick(t)
 	must(t, os.WriteFile(there, bytes.Repeat([]byte("2"), 100), 0o644))
 	var out fuse.OpenOut
-	if st := m.fs.Open(nil, &fuse.OpenIn{InHeader: file}, &out); !st.Ok() { // the kernel gets no reply
+	if st := call(m.fs, kernel.OpOpen, fuse.OpenIn{InHeader: file}, "", &out); !st.Ok() { // the kernel gets no reply
 		t.Fatal(st)
 	}
-	defer m.fs.Release(nil, &fuse.ReleaseIn{InHeader: file, Fh: out.Fh})
+	defer call(m.fs, kernel.OpRelease, fuse.ReleaseIn{InHeader: file, Fh: out.Fh}, "", none)
 	wantContent(t, m.path("f"), bytes.Repeat([]byte("2"), 100))
 }
 

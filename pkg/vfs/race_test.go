@@ -11,6 +11,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -123,7 +124,7 @@ func TestOpenWaitsForExecutedRemoval(t *testing.T) {
 			}, nfs3.ProcLookup)
 			found := make(chan bool, 1)
 			go func() {
-				gone, err := m.fs.pin(&request{done: make(chan struct{}), cred: m.fs.creds.encode(0, 0, nil)}, ino)
+				gone, err := m.fs.pin(&request{Request: new(kernel.Request), cred: m.fs.creds.encode(0, 0, nil)}, ino)
 				found <- gone && err == nil
 				m.fs.unpin(ino)
 			}()
@@ -159,7 +160,7 @@ func (m *testMount) lookupFile(t *testing.T, dir uint64, name string) fuse.InHea
 	t.Helper()
 	caller := fuse.Caller{Pid: 1 << 30} // no thread has this number
 	var out fuse.EntryOut
-	if st := m.fs.Lookup(nil, &fuse.InHeader{NodeId: dir, Caller: caller}, name, &out); !st.Ok() {
+	if st := call(m.fs, kernel.OpLookup, fuse.InHeader{NodeId: dir, Caller: caller}, name+"\x00", &out); !st.Ok() {
 		t.Fatal(st)
 	}
 	t.Cleanup(func() { m.fs.Forget(out.NodeId, 1) })
@@ -183,7 +184,7 @@ func TestOpenWaitsTwice(t *testing.T) {
 	if st := openAfterRemoval(t, m.fs, file, &out); !st.Ok() {
 		t.Fatalf("second attempt: got %v, want OK", st)
 	}
-	m.fs.Release(nil, &fuse.ReleaseIn{InHeader: file, Fh: out.Fh})
+	call(m.fs, kernel.OpRelease, fuse.ReleaseIn{InHeader: file, Fh: out.Fh}, "", none)
 }
 
 // TestOpenAfterStaleGetAttr replaces a file before the GETATTR with which open(2) checks the
@@ -199,17 +200,16 @@ func TestOpenAfterStaleGetAttr(t *testing.T) {
 	old := lookup()
 	write(filepath.Join(e.dir, "other"))
 	must(t, os.Rename(filepath.Join(e.dir, "other"), filepath.Join(e.dir, "file")))
-	var attr fuse.AttrOut
-	if st := m.fs.GetAttr(nil, &fuse.GetAttrIn{InHeader: old}, &attr); st != fuse.Status(syscall.ESTALE) {
+	if st := call(m.fs, kernel.OpGetAttr, fuse.GetAttrIn{InHeader: old}, "", none); st != fuse.Status(syscall.ESTALE) {
 		t.Fatalf("GETATTR of a replaced file: got %v, want ESTALE", st)
 	}
 	file := lookup()
 	must(t, os.Rename(m.path("new"), m.path("file")))
 	var out fuse.OpenOut
-	if st := m.fs.Open(nil, &fuse.OpenIn{InHeader: file}, &out); !st.Ok() {
+	if st := call(m.fs, kernel.OpOpen, fuse.OpenIn{InHeader: file}, "", &out); !st.Ok() {
 		t.Fatalf("second attempt: got %v, want OK", st)
 	}
-	m.fs.Release(nil, &fuse.ReleaseIn{InHeader: file, Fh: out.Fh})
+	call(m.fs, kernel.OpRelease, fuse.ReleaseIn{InHeader: file, Fh: out.Fh}, "", none)
 }
 
 // TestStaleStatKeepsNoName stats a file that was replaced on the server. The kernel repeats the
@@ -225,7 +225,7 @@ func TestStaleStatKeepsNoName(t *testing.T) {
 	file := m.lookupFile(t, dir.NodeId, "file")
 	must(t, os.WriteFile(filepath.Join(e.dir, "new"), nil, 0o644))
 	must(t, os.Rename(filepath.Join(e.dir, "new"), filepath.Join(e.dir, "dir/file")))
-	if st := m.fs.GetAttr(nil, &fuse.GetAttrIn{InHeader: file}, new(fuse.AttrOut)); st != fuse.Status(syscall.ESTALE) {
+	if st := call(m.fs, kernel.OpGetAttr, fuse.GetAttrIn{InHeader: file}, "", none); st != fuse.Status(syscall.ESTALE) {
 		t.Fatalf("GETATTR of a replaced file: got %v, want ESTALE", st)
 	}
 	m.lookupFile(t, dir.NodeId, "file")
@@ -244,7 +244,7 @@ func openAfterRemoval(t *testing.T, fs *FS, file fuse.InHeader, out *fuse.OpenOu
 	table.removalDone = nil // set again by an open that waits
 	table.mu.Unlock()
 	opened := make(chan fuse.Status, 1)
-	go func() { opened <- fs.Open(nil, &fuse.OpenIn{InHeader: file}, out) }()
+	go func() { opened <- call(fs, kernel.OpOpen, fuse.OpenIn{InHeader: file}, "", out) }()
 	waits := eventually(func() bool {
 		table.mu.Lock()
 		defer table.mu.Unlock()

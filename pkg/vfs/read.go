@@ -1,44 +1,17 @@
 package vfs
 
 import (
-	"sync"
 	"syscall"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 )
 
 // maxEmptyReads bounds the consecutive READ replies without data and without EOF.
 const maxEmptyReads = 8
-
-// A readResult is data in a pool buffer. The connection gives the buffer to the kernel, then Done
-// returns it to the pool.
-type readResult struct {
-	fs   *FS
-	buf  []byte
-	n    int
-	vecs [1][]byte
-}
-
-var readResults = sync.Pool{New: func() any { return new(readResult) }}
-
-// Bytes returns the data.
-func (res *readResult) Bytes([]byte) ([]byte, fuse.Status) { return res.buf[:res.n], fuse.OK }
-
-// Size returns the number of bytes.
-func (res *readResult) Size() int { return res.n }
-
-// Slices returns the data.
-func (res *readResult) Slices() ([][]byte, fuse.Status) { return res.vecs[:], fuse.OK }
-
-// Done releases the buffer.
-func (res *readResult) Done() {
-	res.fs.buffers.Put(res.buf)
-	*res = readResult{}
-	readResults.Put(res)
-}
 
 // A target is where the data of a READ or READLINK goes: memory of the connection, or a buffer of the
 // pool.
@@ -70,16 +43,27 @@ func (t *target) slice(from, to int) data.Pieces {
 	return t.part
 }
 
-// reset forgets the memory. It keeps memory for slice.
-func (t *target) reset() {
+// give returns the first n bytes of the buffer. The caller gives them to the kernel, and then calls
+// reset.
+func (t *target) give(n int) [][]byte {
+	t.one[0], t.all = t.buf[:n], nil
+	return t.one[:]
+}
+
+// reset forgets the memory, and returns a buffer of give to the pool. Calls may still use another
+// buffer after a panic. reset keeps memory for slice.
+func (t *target) reset(fs *FS) {
+	if t.buf != nil && t.all == nil {
+		fs.buffers.Put(t.buf)
+	}
 	clear(t.part)
 	*t = target{part: t.part[:0]}
 }
 
-// ReadTo handles read(2) and page reads. It returns fewer bytes than requested only at the end of
+// Read handles read(2) and page reads. It returns fewer bytes than requested only at the end of
 // the file, because the kernel takes a short reply for the end.
-func (fs *FS) ReadTo(cancel <-chan struct{}, in *fuse.ReadIn, place [][]byte) (int, fuse.ReadResult, fuse.Status) {
-	r := fs.begin(OpRead, cancel, &in.InHeader)
+func (fs *FS) Read(k *kernel.Request, in *fuse.ReadIn, place [][]byte) (placed int, data [][]byte, s fuse.Status) {
+	r := fs.begin(k)
 	t := &r.target
 	if fs.opts.ReadInPlace {
 		t.all = place
@@ -87,24 +71,14 @@ func (fs *FS) ReadTo(cancel <-chan struct{}, in *fuse.ReadIn, place [][]byte) (i
 	n, err := fs.read(r, in, t)
 	if err != nil {
 		t.dropBuffer(fs)
+		return 0, nil, fs.end(r, err)
 	}
-	buf := t.buf
-	t.reset()
-	if err == nil {
-		r.moved = n
-	}
-	status := fs.end(OpRead, r, err)
-	if status != fuse.OK {
-		return 0, nil, status
-	}
+	r.Bytes = n
 	fs.Counters.ReadBytes.Add(uint64(n))
-	if buf == nil {
-		return n, nil, status
+	if t.buf == nil {
+		return n, nil, fs.end(r, nil)
 	}
-	res := readResults.Get().(*readResult)
-	res.fs, res.buf, res.n = fs, buf, n
-	res.vecs[0] = buf[:n]
-	return 0, res, status
+	return 0, t.give(n), fs.end(r, nil)
 }
 
 func (fs *FS) read(r *request, in *fuse.ReadIn, t *target) (n int, err error) {

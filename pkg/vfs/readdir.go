@@ -7,6 +7,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -57,10 +58,12 @@ type dirEntry struct {
 }
 
 // OpenDir handles opendir(3).
-func (fs *FS) OpenDir(cancel <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut) fuse.Status {
-	return fs.onNode(OpOpenDir, cancel, &in.InHeader, func(r *request, ino *inode) error {
-		return fs.openDir(r, ino, out)
-	})
+func (fs *FS) OpenDir(k *kernel.Request, _ *fuse.OpenIn, out *fuse.OpenOut) fuse.Status {
+	r, ino, err := fs.onNode(k)
+	if err == nil {
+		err = fs.openDir(r, ino, out)
+	}
+	return fs.end(r, err)
 }
 
 func (fs *FS) openDir(r *request, ino *inode, out *fuse.OpenOut) error {
@@ -96,10 +99,15 @@ func (fs *FS) openDir(r *request, ino *inode, out *fuse.OpenOut) error {
 }
 
 // ReleaseDir closes an open directory.
-func (fs *FS) ReleaseDir(in *fuse.ReleaseIn) {
+func (fs *FS) ReleaseDir(_ *kernel.Request, in *fuse.ReleaseIn) fuse.Status {
+	fs.releaseDir(in.Fh)
+	return fuse.OK
+}
+
+func (fs *FS) releaseDir(id uint64) {
 	fs.handles.Lock()
-	d := fs.handles.dirs[in.Fh]
-	delete(fs.handles.dirs, in.Fh)
+	d := fs.handles.dirs[id]
+	delete(fs.handles.dirs, id)
 	fs.handles.Unlock()
 	if d != nil {
 		fs.state.freeDir(d) // before the record of the node
@@ -112,22 +120,22 @@ func (fs *FS) ReleaseDir(in *fuse.ReleaseIn) {
 
 // FsyncDir handles fsync(2) of a directory. FsyncDir does nothing: an NFSv3 server replies to
 // directory changes after they are stable (RFC 1813 §1.7).
-func (fs *FS) FsyncDir(cancel <-chan struct{}, in *fuse.FsyncIn) fuse.Status {
-	fs.Counters.Ops[OpFsyncDir].Add(1)
+func (fs *FS) FsyncDir(*kernel.Request, *fuse.FsyncIn) fuse.Status {
+	fs.Counters.Ops[kernel.OpFsyncDir].Add(1)
 	return fuse.OK
 }
 
 // ReadDir handles getdents(2) and returns names.
-func (fs *FS) ReadDir(cancel <-chan struct{}, in *fuse.ReadIn, out *fuse.DirEntryList) fuse.Status {
-	r := fs.begin(OpReadDir, cancel, &in.InHeader)
-	return fs.end(OpReadDir, r, fs.readDir(r, in, false, func(_ *dirHandle, e *dirEntry) bool {
+func (fs *FS) ReadDir(k *kernel.Request, in *fuse.ReadIn, out *fuse.DirEntryList) fuse.Status {
+	r := fs.begin(k)
+	return fs.end(r, fs.readDir(r, in, false, func(_ *dirHandle, e *dirEntry) bool {
 		return out.AddDirEntry(e.fuseEntry())
 	}))
 }
 
 // ReadDirPlus handles getdents(2) and returns names with the result of a lookup for each.
-func (fs *FS) ReadDirPlus(cancel <-chan struct{}, in *fuse.ReadIn, out *fuse.DirEntryList) fuse.Status {
-	r := fs.begin(OpReadDirPlus, cancel, &in.InHeader)
+func (fs *FS) ReadDirPlus(k *kernel.Request, in *fuse.ReadIn, out *fuse.DirEntryList) fuse.Status {
+	r := fs.begin(k)
 	var listed []*inode // whose ACLs will be needed
 	var dir *dirHandle
 	wantACLs := false
@@ -147,7 +155,7 @@ func (fs *FS) ReadDirPlus(cancel <-chan struct{}, in *fuse.ReadIn, out *fuse.Dir
 	if len(listed) > 0 {
 		fs.fetchACLs(dir.cred, listed)
 	}
-	return fs.end(OpReadDirPlus, r, err)
+	return fs.end(r, err)
 }
 
 func (e *dirEntry) fuseEntry() fuse.DirEntry {

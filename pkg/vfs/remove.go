@@ -7,6 +7,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
@@ -42,8 +43,12 @@ func (ino *inode) takeSillyName() *sillyName {
 }
 
 // Unlink handles unlink(2).
-func (fs *FS) Unlink(cancel <-chan struct{}, h *fuse.InHeader, name string) fuse.Status {
-	return fs.onNode(OpUnlink, cancel, h, func(r *request, dir *inode) error { return fs.unlink(r, dir, name) })
+func (fs *FS) Unlink(k *kernel.Request, name string) fuse.Status {
+	r, dir, err := fs.onNode(k)
+	if err == nil {
+		err = fs.unlink(r, dir, name)
+	}
+	return fs.end(r, err)
 }
 
 func (fs *FS) unlink(r *request, dir *inode, name string) error {
@@ -185,8 +190,12 @@ func (fs *FS) removeRPC(ctx context.Context, cred []byte, dir *inode, name strin
 }
 
 // Rmdir handles rmdir(2).
-func (fs *FS) Rmdir(cancel <-chan struct{}, h *fuse.InHeader, name string) fuse.Status {
-	return fs.onNode(OpRmdir, cancel, h, func(r *request, dir *inode) error { return fs.rmdir(r, dir, name) })
+func (fs *FS) Rmdir(k *kernel.Request, name string) fuse.Status {
+	r, dir, err := fs.onNode(k)
+	if err == nil {
+		err = fs.rmdir(r, dir, name)
+	}
+	return fs.end(r, err)
 }
 
 func (fs *FS) rmdir(r *request, dir *inode, name string) error {
@@ -224,20 +233,20 @@ func (fs *FS) rmdirRPC(r *request, dir *inode, name string) error {
 }
 
 // Rename handles rename(2). NFSv3 supports none of the flags of renameat2(2).
-func (fs *FS) Rename(cancel <-chan struct{}, in *fuse.RenameIn, oldName, newName string) fuse.Status {
-	r := fs.begin(OpRename, cancel, &in.InHeader)
-	if err := r.earlierError(); err != nil {
-		return fs.end(OpRename, r, err)
+func (fs *FS) Rename(k *kernel.Request, oldName string, newDir uint64, newName string, flags uint32) fuse.Status {
+	r, dir, err := fs.onNode(k)
+	switch {
+	case err != nil:
+	case flags != 0:
+		err = syscall.EINVAL
+	default:
+		err = fs.rename(r, dir, oldName, fs.inodes.get(newDir), newName)
 	}
-	return fs.end(OpRename, r, fs.rename(r, in, oldName, newName))
+	return fs.end(r, err)
 }
 
-func (fs *FS) rename(r *request, in *fuse.RenameIn, oldName, newName string) error {
-	if in.Flags != 0 {
-		return syscall.EINVAL
-	}
-	from, to := fs.inodes.get(in.NodeId), fs.inodes.get(in.Newdir)
-	if from == nil || to == nil {
+func (fs *FS) rename(r *request, from *inode, oldName string, to *inode, newName string) error {
+	if to == nil {
 		return syscall.ESTALE
 	}
 	for try := 0; ; try++ {

@@ -13,7 +13,6 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
-	"github.com/nfsrdmad/nfsrdmad/pkg/observe/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -110,7 +109,7 @@ func (r *request) record() *requestState {
 	if r.kept != nil || s == nil {
 		return r.kept
 	}
-	k := &requestState{rec: requestRecord{unique: r.unique}, uid: r.caller().UID}
+	k := &requestState{rec: requestRecord{unique: r.Unique}, uid: r.Header.Uid}
 	if s.requestUsers.Take(k.uid) != nil {
 		return nil
 	}
@@ -120,7 +119,7 @@ func (r *request) record() *requestState {
 		return nil
 	}
 	s.mu.Lock()
-	s.mu.byUnique[r.unique] = k
+	s.mu.byUnique[r.Unique] = k
 	s.active.Store(int64(len(s.mu.byUnique)))
 	s.mu.Unlock()
 	r.kept = k
@@ -187,7 +186,7 @@ func (r *request) sentBefore() bool { return r.kept != nil && r.kept.earlier > 0
 func (fs *FS) claim(r *request) {
 	s := fs.state
 	s.mu.Lock()
-	k := s.mu.byUnique[r.unique]
+	k := s.mu.byUnique[r.Unique]
 	if k != nil && !k.resent {
 		k.resent = true
 		s.mu.resent++
@@ -204,7 +203,7 @@ func (fs *FS) claim(r *request) {
 
 // closeUnknown closes a file or directory of which the kernel has not got the number.
 func (fs *FS) closeUnknown(id uint64) {
-	fs.ReleaseDir(&fuse.ReleaseIn{Fh: id})
+	fs.releaseDir(id)
 	fs.handles.Lock()
 	h := fs.handles.files[id]
 	delete(fs.handles.files, id)
@@ -220,10 +219,8 @@ func (fs *FS) closeUnknown(id uint64) {
 	}
 }
 
-// Replied ends a request and its record: the kernel has the reply.
-func (fs *FS) Replied(unique uint64, received ledger.Time) {
-	fs.reportEnded(unique, received)
-	s := fs.state
+// replied ends the record of a request, if it has one.
+func (s *State) replied(unique uint64) {
 	if s == nil || s.active.Load() == 0 {
 		return
 	}
@@ -286,11 +283,14 @@ func (fs *FS) settle() {
 
 // Resume starts the work that an earlier process has left. A connection other than /dev/fuse calls it
 // before it handles requests. pending are the numbers of the requests without reply that the connection
-// sends again, with kernel.MarkResent. It must call Replied for each of them.
+// sends again, with kernel.Request.Resent. It calls Repeated for each of them.
 func (fs *FS) Resume(pending []uint64) {
 	fs.state.claimPending(pending)
 	fs.resume()
 }
+
+// Repeated ends the record of a request of Resume, which has ended.
+func (fs *FS) Repeated(unique uint64) { fs.state.replied(unique) }
 
 // claimPending removes the records of all requests that the connection does not send again.
 func (s *State) claimPending(pending []uint64) {
@@ -331,7 +331,7 @@ func (r *request) derive(purpose string) (b [8]byte) {
 	}
 	h := sha256.New()
 	h.Write(r.state.mu.mount.secret[:])
-	_ = binary.Write(h, binary.BigEndian, r.unique)
+	_ = binary.Write(h, binary.BigEndian, r.Unique)
 	h.Write([]byte(purpose))
 	copy(b[:], h.Sum(nil))
 	return b
@@ -343,11 +343,8 @@ func (r *request) sillyName() string {
 	return sillyPrefix + hex.EncodeToString(b[:])
 }
 
-// uid returns the user of the caller.
-func (r *request) uid() uint32 { return uint32(r.owner.Load() >> 32) }
-
 // madeBefore reports whether an object with attributes a can be one that an earlier process made
 // for the request. The server may have given an object of root to another user.
 func (r *request) madeBefore(a *nfs.Attr, typ nfs.FileType) bool {
-	return a.Type == typ && (a.UID == r.uid() || r.uid() == 0)
+	return a.Type == typ && (a.UID == r.Header.Uid || r.Header.Uid == 0)
 }

@@ -377,7 +377,7 @@ func TestForceUnmountEndsBlockedCalls(t *testing.T) {
 		go func() { results <- result{name, call()} }()
 	}
 	kit.Eventually(t, "call that waits for the server", func() bool { // others wait in the kernel
-		_, ok := m.fs.Oldest()
+		_, ok := m.fs.requests.Oldest()
 		return ok
 	})
 	must(t, m.srv.ForceUnmount())

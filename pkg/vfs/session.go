@@ -3,8 +3,6 @@ package vfs
 import (
 	"maps"
 	"slices"
-
-	"github.com/hanwen/go-fuse/v2/fuse"
 )
 
 // EndSession closes the files and directories that the kernel has open, and forgets its nodes. The
@@ -16,10 +14,10 @@ func (fs *FS) EndSession() {
 	dirs := slices.Collect(maps.Keys(fs.handles.dirs))
 	fs.handles.Unlock()
 	for _, id := range files {
-		fs.Release(nil, &fuse.ReleaseIn{Fh: id})
+		fs.releaseFile(id)
 	}
 	for _, id := range dirs {
-		fs.ReleaseDir(&fuse.ReleaseIn{Fh: id})
+		fs.releaseDir(id)
 	}
 	fs.inodes.forgetAll()
 }

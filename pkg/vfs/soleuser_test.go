@@ -3,6 +3,8 @@ package vfs
 import (
 	"path/filepath"
 	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 )
 
 // TestSharedNamesStayInKernel checks that the kernel keeps names for several users with SharedNames
@@ -16,7 +18,7 @@ func TestSharedNamesStayInKernel(t *testing.T) {
 		m := e.mount(t, mountConfig{opts: Options{SharedNames: shared}}).severalUsers()
 		must(t, alice.stat(t, m.path("dir/file")))
 		must(t, bob.stat(t, m.path("dir/file")))
-		before := m.fs.Counters.Ops[OpLookup].Load()
+		before := m.fs.Counters.Ops[kernel.OpLookup].Load()
 		const stats = 10
 		for range stats {
 			must(t, bob.stat(t, m.path("dir/file")))
@@ -25,7 +27,7 @@ func TestSharedNamesStayInKernel(t *testing.T) {
 		if !shared {
 			want = 2 * stats // for each component of the path
 		}
-		if n := m.fs.Counters.Ops[OpLookup].Load() - before; n != want {
+		if n := m.fs.Counters.Ops[kernel.OpLookup].Load() - before; n != want {
 			t.Errorf("shared names %v: got %d lookups, want %d", shared, n, want)
 		}
 	}

@@ -14,8 +14,8 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
-	"github.com/nfsrdmad/nfsrdmad/pkg/observe/ledger"
 )
 
 // newTestState returns a State until the test ends.
@@ -87,15 +87,14 @@ func openDirect(t *testing.T, fs *FS, name string) (node, handle uint64) {
 	t.Helper()
 	var entry fuse.EntryOut
 	root := fuse.InHeader{NodeId: fuse.FUSE_ROOT_ID, Unique: 1 << 40}
-	if status := fs.Lookup(nil, &root, name, &entry); !status.Ok() {
+	if status := call(fs, kernel.OpLookup, root, name+"\x00", &entry); !status.Ok() {
 		t.Fatalf("lookup: %v", status)
 	}
 	var out fuse.OpenOut
 	in := fuse.OpenIn{InHeader: fuse.InHeader{NodeId: entry.NodeId, Unique: 1<<40 + 2}, Flags: syscall.O_RDWR}
-	if status := fs.Open(nil, &in, &out); !status.Ok() {
+	if status := call(fs, kernel.OpOpen, in, "", &out); !status.Ok() {
 		t.Fatalf("open: %v", status)
 	}
-	fs.Replied(1<<40+2, ledger.Now())
 	return entry.NodeId, out.Fh
 }
 
@@ -110,7 +109,7 @@ func TestCachedLookupIsRecorded(t *testing.T) {
 	root := fuse.InHeader{NodeId: fuse.FUSE_ROOT_ID, Unique: 1 << 40}
 	var entry fuse.EntryOut
 	for range lookups {
-		if status := m.fs.Lookup(nil, &root, "f", &entry); !status.Ok() {
+		if status := call(m.fs, kernel.OpLookup, root, "f\x00", &entry); !status.Ok() {
 			t.Fatalf("lookup: %v", status)
 		}
 	}
@@ -301,8 +300,8 @@ func TestRequestsOfOneUserAreRecordedUpToShare(t *testing.T) {
 	unique := uint64(0)
 	record := func(uid uint32) bool {
 		unique += 2
-		r := &request{state: s, unique: unique}
-		r.setOwner(1, uid)
+		r := &request{Request: &kernel.Request{Unique: unique, Header: &fuse.InHeader{}}, state: s}
+		r.Header.Uid = uid
 		return r.record() != nil
 	}
 	for i := range slots {
@@ -370,5 +369,5 @@ func TestForgetReleasesFiles(t *testing.T) {
 		t.Errorf("got hidden names %v and records of %d files and %d nodes, want none", hidden(),
 			state.files.Len(), state.nodes.Len())
 	}
-	m.fs.Release(nil, &fuse.ReleaseIn{Fh: handle}) // no effect
+	call(m.fs, kernel.OpRelease, fuse.ReleaseIn{Fh: handle}, "", none) // no effect
 }

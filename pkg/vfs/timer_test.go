@@ -36,7 +36,8 @@ func TestReopenExpires(t *testing.T) {
 // their files is open, hiddenTimeout after close(2), and until the end of removals that have begun.
 func TestAwaitHiddenRemovals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		fs, dir, r := &FS{}, &inode{}, &request{done: make(chan struct{})}
+		fs, dir := &FS{}, &inode{}
+		r, cancel := newRequest(t)
 		fs.inodes.addHidden(dir)
 		h := &fileHandle{ino: &inode{}}
 		h.ino.setSilly(&sillyName{dir: dir})
@@ -59,7 +60,7 @@ func TestAwaitHiddenRemovals(t *testing.T) {
 			t.Error("wait in a directory without hidden names: got true, want false")
 		}
 		fs.inodes.addHidden(dir)
-		close(r.done)
+		cancel()
 		start = time.Now()
 		if fs.awaitHiddenRemovals(r, dir) || time.Since(start) != 0 {
 			t.Errorf("wait of an interrupted request: got %v, want 0s and false", time.Since(start))

@@ -6,6 +6,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 )
@@ -20,7 +21,7 @@ func (fs *FS) setData() {
 			WriteErrors: &fs.Counters.WriteErrors, BufferWaits: &fs.Counters.BufferWaits,
 			WriteThroughs: &fs.Counters.WriteThroughs},
 		Records: fs.dataRecords(), Background: background{fs},
-		Owned: func(ctx context.Context) context.Context { return context.WithValue(ctx, ownerKey{}, background{fs}) },
+		Owned: func(ctx context.Context) context.Context { return context.WithValue(ctx, backgroundKey{}, background{fs}) },
 		Spawn: fs.spawn, Recovered: fs.recovered,
 		Check:     func(f *data.File, err error) error { return fs.checkStale(nodeOf(f), err) },
 		Invalid:   func(f *data.File, reason string) error { return fs.invalidReply(nodeOf(f), reason) },
@@ -77,18 +78,12 @@ func (h *fileHandle) reportedBefore(r *request) error {
 }
 
 // Write takes data from the kernel: from write(2), and from pages written through a mapping.
-func (fs *FS) Write(cancel <-chan struct{}, in *fuse.WriteIn, data []byte) (uint32, fuse.Status) {
-	r := fs.begin(OpWrite, cancel, &in.InHeader)
-	r.target.one[0] = data
-	return fs.endWrite(r, in, r.target.one[:])
-}
-
-func (fs *FS) endWrite(r *request, in *fuse.WriteIn, mem data.Pieces) (uint32, fuse.Status) {
+func (fs *FS) Write(k *kernel.Request, in *fuse.WriteIn, mem [][]byte) (uint32, fuse.Status) {
+	r := fs.begin(k)
 	n, err := fs.write(r, in, mem)
-	r.target.one[0] = nil
-	r.moved = n
+	r.Bytes = n
 	fs.Counters.WrittenBytes.Add(uint64(n))
-	return uint32(n), fs.end(OpWrite, r, err)
+	return uint32(n), fs.end(r, err)
 }
 
 func (fs *FS) write(r *request, in *fuse.WriteIn, mem data.Pieces) (int, error) {
@@ -175,11 +170,6 @@ func (fs *FS) endOfFile(r *request, h *fileHandle) (uint64, error) {
 		return 0, err
 	}
 	return max(a.Size, end), nil
-}
-
-// Writev is Write for data in several pieces. A guest can change the data meanwhile.
-func (fs *FS) Writev(cancel <-chan struct{}, in *fuse.WriteIn, data [][]byte) (uint32, fuse.Status) {
-	return fs.endWrite(fs.begin(OpWrite, cancel, &in.InHeader), in, data)
 }
 
 // dropWritten makes the kernel drop its cached pages of data that was written past them. Kernels

@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
@@ -34,7 +35,7 @@ func TestWritebackGathersWrites(t *testing.T) {
 		}
 		must(t, f.Sync())
 		wantContent(t, filepath.Join(e.dir, "file"), want)
-		if n := m.fs.Counters.Ops[OpWrite].Load(); n == 0 || n > 50 {
+		if n := m.fs.Counters.Ops[kernel.OpWrite].Load(); n == 0 || n > 50 {
 			t.Errorf("WRITE requests for 1000 writes: got %d, want 1 to 50", n)
 		}
 		_, err = f.WriteAt([]byte("end"), int64(len(want)))

@@ -14,7 +14,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
-	"github.com/nfsrdmad/nfsrdmad/pkg/observe/ledger"
 )
 
 const (
@@ -24,7 +23,8 @@ const (
 
 // A nullFS is a file system in memory, without permissions and times.
 type nullFS struct {
-	fuse.RawFileSystem
+	kernel.FileSystem // nil: the workloads do not need the other operations
+	requests          kernel.Requests
 
 	tree struct {
 		sync.RWMutex
@@ -53,7 +53,7 @@ type nullNode struct {
 }
 
 func newNullFS() *nullFS {
-	fs := &nullFS{RawFileSystem: fuse.NewDefaultRawFileSystem()}
+	fs := &nullFS{}
 	root := &nullNode{id: fuse.FUSE_ROOT_ID, children: make(map[string]*nullNode), linked: true}
 	fs.tree.nodes, fs.tree.last = map[uint64]*nullNode{root.id: root}, root.id
 	fs.tree.listings = make(map[uint64][]string)
@@ -73,9 +73,9 @@ func serveNull(dir string) error {
 		return fmt.Errorf("mount %s: %v, %w", dir, used, err)
 	}
 	// The options are those of a mount of nfsrdmad.
-	conn, err := kernel.NewDevFuse(dev, newNullFS(), &fuse.MountOptions{MaxBackground: 64, MaxWrite: chunkSize,
-		MaxReadAhead: chunkSize, ExplicitDataCacheControl: true, DisableXAttrs: true,
-		PanicHandler: func(v any) fuse.Status { log.Print(v); return fuse.EIO }})
+	conn, err := kernel.NewDevFuse(dev, newNullFS(), kernel.Options{MaxBackground: 64, MaxWrite: chunkSize,
+		MaxReadAhead: chunkSize, Capabilities: fuse.CAP_EXPLICIT_INVAL_DATA,
+		Panicked: func(v any) fuse.Status { log.Print(v); return fuse.EIO }})
 	if err != nil {
 		return err
 	}
@@ -85,14 +85,9 @@ func serveNull(dir string) error {
 	return dev.Close()
 }
 
-// Writev is not called: the data of a WRITE from /dev/fuse is in one piece.
-func (fs *nullFS) Writev(<-chan struct{}, *fuse.WriteIn, [][]byte) (uint32, fuse.Status) {
-	return 0, fuse.ENOSYS
-}
-
-func (fs *nullFS) Replied(uint64, ledger.Time) {}
-func (fs *nullFS) Disconnected()               {}
-func (fs *nullFS) Warn(string, ...any)         {}
+func (fs *nullFS) Requests() *kernel.Requests { return &fs.requests }
+func (fs *nullFS) Replied(*kernel.Request)    {}
+func (fs *nullFS) Warn(string, ...any)        {}
 
 // node returns a node that the kernel knows.
 func (fs *nullFS) node(id uint64) *nullNode {
@@ -154,10 +149,10 @@ func (fs *nullFS) drop(n *nullNode) {
 	}
 }
 
-func (fs *nullFS) Lookup(_ <-chan struct{}, in *fuse.InHeader, name string, out *fuse.EntryOut) fuse.Status {
+func (fs *nullFS) Lookup(r *kernel.Request, name string, out *fuse.EntryOut) fuse.Status {
 	fs.tree.Lock()
 	defer fs.tree.Unlock()
-	n := fs.tree.nodes[in.NodeId].children[name]
+	n := fs.tree.nodes[r.Header.NodeId].children[name]
 	if n == nil {
 		return fuse.ENOENT
 	}
@@ -174,13 +169,13 @@ func (fs *nullFS) Forget(id, lookups uint64) {
 	}
 }
 
-func (fs *nullFS) GetAttr(_ <-chan struct{}, in *fuse.GetAttrIn, out *fuse.AttrOut) fuse.Status {
+func (fs *nullFS) GetAttr(_ *kernel.Request, in *fuse.GetAttrIn, out *fuse.AttrOut) fuse.Status {
 	out.SetTimeout(nullTimeout)
 	fs.node(in.NodeId).attr(&out.Attr)
 	return fuse.OK
 }
 
-func (fs *nullFS) SetAttr(_ <-chan struct{}, in *fuse.SetAttrIn, out *fuse.AttrOut) fuse.Status {
+func (fs *nullFS) SetAttr(_ *kernel.Request, in *fuse.SetAttrIn, out *fuse.AttrOut) fuse.Status {
 	n := fs.node(in.NodeId)
 	if size, ok := in.GetSize(); ok {
 		n.data.Lock()
@@ -192,34 +187,32 @@ func (fs *nullFS) SetAttr(_ <-chan struct{}, in *fuse.SetAttrIn, out *fuse.AttrO
 	return fuse.OK
 }
 
-func (fs *nullFS) Mkdir(_ <-chan struct{}, in *fuse.MkdirIn, name string, out *fuse.EntryOut) fuse.Status {
+func (fs *nullFS) Mkdir(_ *kernel.Request, in *fuse.MkdirIn, name string, out *fuse.EntryOut) fuse.Status {
 	fs.tree.Lock()
 	defer fs.tree.Unlock()
 	fs.add(fs.tree.nodes[in.NodeId], name, make(map[string]*nullNode)).entry(out)
 	return fuse.OK
 }
 
-func (fs *nullFS) Create(_ <-chan struct{}, in *fuse.CreateIn, name string, out *fuse.CreateOut) fuse.Status {
+func (fs *nullFS) Create(_ *kernel.Request, in *fuse.CreateIn, name string, out *fuse.CreateOut) fuse.Status {
 	fs.tree.Lock()
 	defer fs.tree.Unlock()
 	fs.add(fs.tree.nodes[in.NodeId], name, nil).entry(&out.EntryOut)
 	return fuse.OK
 }
 
-func (fs *nullFS) Unlink(_ <-chan struct{}, in *fuse.InHeader, name string) fuse.Status {
+func (fs *nullFS) Unlink(r *kernel.Request, name string) fuse.Status {
 	fs.tree.Lock()
 	defer fs.tree.Unlock()
-	return fs.remove(fs.tree.nodes[in.NodeId], name)
+	return fs.remove(fs.tree.nodes[r.Header.NodeId], name)
 }
 
-func (fs *nullFS) Rmdir(cancel <-chan struct{}, in *fuse.InHeader, name string) fuse.Status {
-	return fs.Unlink(cancel, in, name)
-}
+func (fs *nullFS) Rmdir(r *kernel.Request, name string) fuse.Status { return fs.Unlink(r, name) }
 
-func (fs *nullFS) Rename(_ <-chan struct{}, in *fuse.RenameIn, oldName, newName string) fuse.Status {
+func (fs *nullFS) Rename(r *kernel.Request, oldName string, newDir uint64, newName string, _ uint32) fuse.Status {
 	fs.tree.Lock()
 	defer fs.tree.Unlock()
-	from, to := fs.tree.nodes[in.NodeId], fs.tree.nodes[in.Newdir]
+	from, to := fs.tree.nodes[r.Header.NodeId], fs.tree.nodes[newDir]
 	n := from.children[oldName]
 	if n == nil {
 		return fuse.ENOENT
@@ -234,12 +227,13 @@ func (fs *nullFS) Rename(_ <-chan struct{}, in *fuse.RenameIn, oldName, newName 
 	return fuse.OK
 }
 
-func (fs *nullFS) Open(<-chan struct{}, *fuse.OpenIn, *fuse.OpenOut) fuse.Status { return fuse.OK }
-func (fs *nullFS) Flush(<-chan struct{}, *fuse.FlushIn) fuse.Status              { return fuse.OK }
-func (fs *nullFS) Fsync(<-chan struct{}, *fuse.FsyncIn) fuse.Status              { return fuse.OK }
-func (fs *nullFS) Release(<-chan struct{}, *fuse.ReleaseIn)                      {}
+func (fs *nullFS) Open(*kernel.Request, *fuse.OpenIn, *fuse.OpenOut) fuse.Status { return fuse.OK }
+func (fs *nullFS) Flush(*kernel.Request, *fuse.FlushIn) fuse.Status              { return fuse.OK }
+func (fs *nullFS) Fsync(*kernel.Request, *fuse.FsyncIn) fuse.Status              { return fuse.OK }
+func (fs *nullFS) Release(*kernel.Request, *fuse.ReleaseIn) fuse.Status          { return fuse.OK }
+func (fs *nullFS) FsyncDir(*kernel.Request, *fuse.FsyncIn) fuse.Status           { return fuse.OK }
 
-func (fs *nullFS) OpenDir(_ <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut) fuse.Status {
+func (fs *nullFS) OpenDir(_ *kernel.Request, in *fuse.OpenIn, out *fuse.OpenOut) fuse.Status {
 	fs.tree.Lock()
 	defer fs.tree.Unlock()
 	fs.tree.last++
@@ -248,10 +242,11 @@ func (fs *nullFS) OpenDir(_ <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut)
 	return fuse.OK
 }
 
-func (fs *nullFS) ReleaseDir(in *fuse.ReleaseIn) {
+func (fs *nullFS) ReleaseDir(_ *kernel.Request, in *fuse.ReleaseIn) fuse.Status {
 	fs.tree.Lock()
 	defer fs.tree.Unlock()
 	delete(fs.tree.listings, in.Fh)
+	return fuse.OK
 }
 
 // list calls add with the names from an offset until add returns false.
@@ -273,11 +268,11 @@ func (fs *nullFS) list(in *fuse.ReadIn, add func(e fuse.DirEntry, n *nullNode) b
 	return fuse.OK
 }
 
-func (fs *nullFS) ReadDir(_ <-chan struct{}, in *fuse.ReadIn, out *fuse.DirEntryList) fuse.Status {
+func (fs *nullFS) ReadDir(_ *kernel.Request, in *fuse.ReadIn, out *fuse.DirEntryList) fuse.Status {
 	return fs.list(in, func(e fuse.DirEntry, _ *nullNode) bool { return out.AddDirEntry(e) })
 }
 
-func (fs *nullFS) ReadDirPlus(_ <-chan struct{}, in *fuse.ReadIn, out *fuse.DirEntryList) fuse.Status {
+func (fs *nullFS) ReadDirPlus(_ *kernel.Request, in *fuse.ReadIn, out *fuse.DirEntryList) fuse.Status {
 	return fs.list(in, func(e fuse.DirEntry, n *nullNode) bool {
 		entry := out.AddDirLookupEntry(e)
 		if entry != nil {
@@ -313,14 +308,14 @@ func (fs *nullFS) truncate(n *nullNode, size int64) {
 	n.data.chunks, n.data.size = n.data.chunks[:min(keep, len(n.data.chunks))], size
 }
 
-func (fs *nullFS) Write(_ <-chan struct{}, in *fuse.WriteIn, data []byte) (uint32, fuse.Status) {
+func (fs *nullFS) Write(_ *kernel.Request, in *fuse.WriteIn, data [][]byte) (uint32, fuse.Status) {
 	n := fs.node(in.NodeId)
 	n.data.Lock()
 	defer n.data.Unlock()
 	if in.Offset > math.MaxInt32*chunkSize {
 		return 0, fuse.Status(unix.EFBIG)
 	}
-	off, rest := int64(in.Offset), data
+	off, rest := int64(in.Offset), data[0] // /dev/fuse has it in one piece
 	for len(rest) > 0 {
 		i, at := int(off/chunkSize), int(off%chunkSize)
 		for len(n.data.chunks) <= i {
@@ -336,22 +331,13 @@ func (fs *nullFS) Write(_ <-chan struct{}, in *fuse.WriteIn, data []byte) (uint3
 		off, rest = off+int64(copied), rest[copied:]
 	}
 	n.data.size = max(n.data.size, off)
-	return uint32(len(data)), fuse.OK
+	return in.Size, fuse.OK
 }
 
-// A nullResult is the result of a READ: slices of chunks.
-type nullResult struct{ slices [][]byte }
-
-func (r *nullResult) Slices() ([][]byte, fuse.Status)    { return r.slices, fuse.OK }
-func (r *nullResult) Bytes([]byte) ([]byte, fuse.Status) { return nil, fuse.EIO } // not called
-func (r *nullResult) Size() int                          { return 0 }
-func (r *nullResult) Done()                              {}
-
-func (fs *nullFS) ReadTo(_ <-chan struct{}, in *fuse.ReadIn, _ [][]byte) (int, fuse.ReadResult, fuse.Status) {
+func (fs *nullFS) Read(_ *kernel.Request, in *fuse.ReadIn, _ [][]byte) (_ int, data [][]byte, _ fuse.Status) {
 	n := fs.node(in.NodeId)
 	n.data.RLock()
 	defer n.data.RUnlock()
-	r := &nullResult{}
 	end := min(int64(in.Offset)+int64(in.Size), n.data.size)
 	for off := int64(in.Offset); off < end; {
 		i, at := int(off/chunkSize), int(off%chunkSize)
@@ -360,10 +346,10 @@ func (fs *nullFS) ReadTo(_ <-chan struct{}, in *fuse.ReadIn, _ [][]byte) (int, f
 			return 0, nil, fuse.EIO // a hole; the workloads make none
 		}
 		s := c[at:min(int64(len(c)), int64(at)+end-off)]
-		r.slices = append(r.slices, s)
+		data = append(data, s)
 		off += int64(len(s))
 	}
-	return 0, r, fuse.OK
+	return 0, data, fuse.OK
 }
 
 // raiseReadAhead sets the read-ahead of a FUSE mount to 1 MiB, as nfsrdmad does.

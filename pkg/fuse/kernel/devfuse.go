@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"runtime"
 	"sync"
@@ -34,15 +35,14 @@ const (
 // A DevFuse serves one connection through /dev/fuse.
 type DevFuse struct {
 	*Handler
-	dev      *Device
-	requests *requestMemory // nil without KeepRequests
-	resumed  bool           // by Resume
-	bufSize  int            // of a buffer for read(2)
-	fd       int            // of dev; set by Serve
-	start    func()         // work
+	dev     *Device
+	memory  *requestMemory // nil without KeepRequests
+	resumed bool           // by Resume
+	bufSize int            // of a buffer for read(2)
+	fd      int            // of dev; set by Serve
+	start   func()         // work
 
-	workers      sync.WaitGroup
-	disconnected atomic.Bool
+	workers sync.WaitGroup
 
 	readers struct {
 		sync.Mutex
@@ -57,9 +57,8 @@ type DevFuse struct {
 }
 
 // NewDevFuse negotiates the FUSE protocol on the connection of dev, whose file system must be
-// mounted. opts are those of fuse.NewProtocolServer; PanicHandler is required. The caller closes
-// dev after Serve.
-func NewDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, error) {
+// mounted. The caller closes dev after Serve.
+func NewDevFuse(dev *Device, fs FileSystem, opts Options) (*DevFuse, error) {
 	s := newDevFuse(dev, fs, opts)
 	var err error
 	if closed := dev.Use(func(fd int) { err = s.negotiate(fd) }); closed != nil {
@@ -73,23 +72,23 @@ func NewDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, 
 
 // Resume takes over a connection that another process served, which has exited. init is what Init
 // of that process returned, and mem what Memory returned; the caller closes mem. opts must be the
-// options of that process, with CAP_HAS_RESEND in ExtraCapabilities. fs must know all nodes and
+// options of that process, with CAP_HAS_RESEND. fs must know all nodes and
 // open files of the kernel before Serve, as requests may name any of them: the kernel does not tell
 // what it knows.
 //
 // Serve then first handles the requests again that have no reply. The other process may have
-// executed them, see Resent. The requests come from the kernel, or from mem after KeepRequests. An
-// INTERRUPT for them comes again, too. The kernel drops a request that waits to be sent again when
-// the caller of the request is killed. Linux before 6.9 cannot send requests again: Resume without
-// mem returns ErrNoResend.
-func Resume(dev *Device, fs FileSystem, opts *fuse.MountOptions, init []byte, mem *os.File) (*DevFuse, error) {
+// executed them, see Request.Resent. The requests come from the kernel, or from mem after
+// KeepRequests. An INTERRUPT for them comes again, too. The kernel drops a request that waits to be
+// sent again when the caller of the request is killed. Linux before 6.9 cannot send requests again:
+// Resume without mem returns ErrNoResend.
+func Resume(dev *Device, fs FileSystem, opts Options, init []byte, mem *os.File) (*DevFuse, error) {
 	s := newDevFuse(dev, fs, opts)
 	_, err := s.Negotiate(init)
 	switch {
 	case err != nil:
 	case mem != nil:
-		s.requests, err = openRequestMemory(mem, s.bufSize)
-	case s.kernel.Flags64()&opts.ExtraCapabilities&fuse.CAP_HAS_RESEND == 0:
+		s.memory, err = openRequestMemory(mem, s.bufSize)
+	case s.kernel.Flags64()&opts.Capabilities&fuse.CAP_HAS_RESEND == 0:
 		return nil, ErrNoResend
 	}
 	if err != nil {
@@ -102,10 +101,10 @@ func Resume(dev *Device, fs FileSystem, opts *fuse.MountOptions, init []byte, me
 // Memory returns a duplicate of the descriptor of the memory for Resume, or nil for a connection
 // without KeepRequests. The caller closes it.
 func (s *DevFuse) Memory() (*os.File, error) {
-	if s.requests == nil {
+	if s.memory == nil {
 		return nil, nil
 	}
-	f := s.requests.file
+	f := s.memory.file
 	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
 		return nil, os.NewSyscallError("fcntl F_DUPFD_CLOEXEC", err)
@@ -120,23 +119,11 @@ var ErrNoResend = errors.New("resume a FUSE connection: the kernel cannot resend
 // again, and the INTERRUPT of that request, have the bit, too.
 const resent = 1 << 63
 
-// Resent reports whether the kernel has sent a request again. A process that served the connection
-// before may have executed the request.
-func Resent(h *fuse.InHeader) bool { return h.Unique&resent != 0 }
-
-// MarkResent marks a request as one that an earlier process received and did not answer, for connections
-// that keep the requests themselves.
-func MarkResent(h *fuse.InHeader) { h.Unique |= resent }
-
-// Unique returns the number of a request, which stays the same when the kernel sends the request
-// again. No other request of the connection has the number.
-func Unique(h *fuse.InHeader) uint64 { return h.Unique &^ resent }
-
-func newDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) *DevFuse {
+func newDevFuse(dev *Device, fs FileSystem, opts Options) *DevFuse {
 	page := os.Getpagesize()
 	bufSize := max(opts.MaxWrite+int(unsafe.Sizeof(fuse.WriteIn{})), minReadBuffer)
-	s := &DevFuse{Handler: NewHandler(fs, opts), dev: dev,
-		bufSize: (bufSize + page - 1) / page * page}
+	s := &DevFuse{Handler: NewHandler(fs, opts), dev: dev, bufSize: (bufSize + page - 1) / page * page}
+	s.poll = true
 	s.start = s.work
 	s.readers.max = min(max(runtime.GOMAXPROCS(0), 2), maxWaiting)
 	return s
@@ -163,7 +150,7 @@ func (s *DevFuse) Serve() {
 	_ = s.dev.Use(func(fd int) {
 		s.fd = fd
 		switch {
-		case s.requests != nil:
+		case s.memory != nil:
 			s.repeat()
 		case s.resumed:
 			if err := s.dev.resend(); err != nil {
@@ -175,20 +162,20 @@ func (s *DevFuse) Serve() {
 		go s.start()
 		s.workers.Wait()
 	})
-	s.requests.close()
+	s.memory.close()
 }
 
 // A worker is one goroutine that reads requests and handles them, one after the other.
 type worker struct {
-	s     *DevFuse
-	call  *Call
-	iov   []unix.Iovec
-	small [smallRequest / 8]uint64 // the request, if it is small
+	s       *DevFuse
+	request *Request
+	iov     []unix.Iovec
+	small   [smallRequest / 8]uint64 // the request, if it is small
 }
 
 func (s *DevFuse) newWorker() *worker {
 	w := &worker{s: s}
-	w.call = s.NewCall(w)
+	w.request = s.NewRequest(w)
 	return w
 }
 
@@ -235,20 +222,20 @@ func (s *DevFuse) work() {
 		received := ledger.Now()
 		replace := !isForget(buf[:n]) // the kernel sends many, and they are handled at once
 		if n <= smallRequest {
-			kept := s.requests.keep(buf[:n])
+			kept := s.memory.keep(buf[:n])
 			in := kept
 			if in == nil {
 				in = bytesOf(&w.small)[:copy(bytesOf(&w.small), buf[:n])]
 			}
 			s.endRead(buf, replace)
-			w.call.Handle(in, received)
+			w.request.Handle(Message{In: in, Received: received})
 			if kept != nil {
-				s.requests.done(kept)
+				s.memory.done(kept)
 			}
 			continue
 		}
 		s.endRead(nil, replace)
-		w.call.Handle(buf[:n], received)
+		w.request.Handle(Message{In: buf[:n], Received: received})
 		s.readers.Lock()
 		s.addFree(buf)
 		s.readers.Unlock()
@@ -272,7 +259,7 @@ func (s *DevFuse) beginRead(counted bool) []byte {
 		r.free = r.free[:n-1]
 		return buf
 	}
-	if buf := s.requests.buffer(); buf != nil {
+	if buf := s.memory.buffer(); buf != nil {
 		return buf
 	}
 	buf := bytesOfWords(make([]uint64, s.bufSize/8))
@@ -314,7 +301,7 @@ func (s *DevFuse) addFree(buf []byte) {
 		r.free = append(r.free, buf)
 		return
 	}
-	s.requests.done(buf)
+	s.memory.done(buf)
 }
 
 // readRequest reads one request.
@@ -339,32 +326,22 @@ func readRequest(fd int, buf []byte) (int, error) {
 // connection has ended.
 func (s *DevFuse) retry(err error) bool {
 	if errors.Is(err, unix.ENODEV) || errors.Is(err, unix.ECONNABORTED) {
-		if s.disconnected.CompareAndSwap(false, true) {
-			s.fs.Disconnected()
-		}
+		s.requests.Disconnect()
 		return false
 	}
-	s.logger.Printf("FUSE request: %v", err)
+	s.opts.Logger.Printf("FUSE request: %v", err)
 	time.Sleep(retryRead)
 	return true
 }
 
+// Room returns a size that no reply exceeds.
+func (w *worker) Room() int { return math.MaxInt }
+
 // Place returns nil: writev(2) copies the data from the memory of the file system to the kernel.
 func (w *worker) Place(int) [][]byte { return nil }
 
-// SendPlaced is not called, because there is no memory of Place.
-func (w *worker) SendPlaced([]byte, int) { panic("kernel: reply with data that has no place") }
-
-// Send sends a reply: a header, and data that may be empty.
-func (w *worker) Send(reply []byte, data [][]byte) {
-	if w.s.requests != nil {
-		unique := binary.NativeEndian.Uint64(reply[8:])
-		if isInterruptRetry(reply) {
-			w.s.workers.Go(func() { w.s.earlyInterrupt(unique &^ interruptBit) })
-			return
-		}
-		binary.NativeEndian.PutUint64(reply[8:], unique&^resent) // the mark is not from the kernel
-	}
+// Send sends a reply: a header, and data that may be empty. No data is in memory of Place.
+func (w *worker) Send(reply []byte, data [][]byte, _ int) {
 	if len(data) == 0 {
 		_, err := unix.Write(w.s.fd, reply)
 		w.wrote(err, reply)
@@ -389,7 +366,7 @@ func (w *worker) wrote(err error, reply []byte) {
 		return // ENOENT, ENODEV: the request or the connection has ended
 	}
 	unique := binary.NativeEndian.Uint64(reply[8:])
-	w.s.logger.Printf("reply to FUSE request %d: write: %v", unique, err)
+	w.s.opts.Logger.Printf("reply to FUSE request %d: write: %v", unique, err)
 	_, _ = unix.Write(w.s.fd, reply[:putError(reply, unique, unix.EIO)])
 }
 
@@ -402,7 +379,10 @@ func appendIovec(iov []unix.Iovec, b []byte) []unix.Iovec {
 	return append(iov, v)
 }
 
+// header returns the header of a request of at least the size of fuse.InHeader.
+func header(in []byte) *fuse.InHeader { return (*fuse.InHeader)(unsafe.Pointer(&in[0])) }
+
 func isForget(in []byte) bool {
-	op := header(in).Opcode
-	return op == opForget || op == opBatchForget
+	op := Op(header(in).Opcode)
+	return op == OpForget || op == OpBatchForget
 }

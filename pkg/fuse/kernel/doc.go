@@ -1,8 +1,7 @@
 // Package kernel connects a file system to the kernel's FUSE client.
 //
-// The package owns the connection: it reads requests, writes replies, and sends notifications.
-// go-fuse decodes the requests and calls the file system (fuse.ProtocolServer), except for the most
-// frequent operations (direct.go).
+// The package owns the connection: it reads requests, checks and decodes them, calls the file
+// system, writes replies, and sends notifications. The types of the messages are those of go-fuse.
 //
 // # Files
 //
@@ -10,11 +9,13 @@
 //	notify.go      notifications to the kernel
 //	helper.go      sends notifications through a helper process
 //	helpermain.go  RunHelper: the helper process
-//	handler.go     Handler: handles requests, whatever transports them
+//	init.go        Options, INIT: versions, capabilities and limits
+//	filesystem.go  FileSystem: what the requests ask for
+//	operations.go  the table of operations: sizes, names, and methods of the FileSystem
+//	request.go     Request: one request from its arrival to its reply, whatever transports it
+//	requests.go    Requests: those in progress, INTERRUPT, fatal signals
 //	devfuse.go     DevFuse: reads requests from a Device and writes replies
 //	reqmem.go      the memory of requests, for kernels that cannot send them again
-//	interrupt.go   interrupts that come before their requests
-//	direct.go      the operations that are handled without go-fuse
 //
 // # Goroutines
 //
@@ -25,12 +26,20 @@
 // Two goroutines belong to each run of a helper: one receives replies, and one waits for the end of
 // the process.
 //
+// # The end of requests
+//
+// A Request is the context of the calls that are made for it. INTERRUPT tells that the calling
+// thread has a signal, and not which one. While interrupted requests are in progress, a timer
+// therefore looks for fatal signals in /proc/PID/status, and closes Request.Done of those that have
+// one. The end of the connection and Requests.Abort close it for all requests, and any signal for
+// the wait for a lock.
+//
 // # Takeover
 //
 // Another process can take over a connection: it needs a descriptor of the connection and the INIT
 // request, see Resume. The requests that the first process did not answer are sent again, and so
-// are their INTERRUPTs. Resent marks these requests, and Unique returns their number without the
-// mark. FileSystem.Replied tells that a request will not be sent again.
+// are their INTERRUPTs. These have Request.Resent, and keep their number, Request.Unique.
+// FileSystem.Replied tells that a request will not be sent again.
 //
 // The process that takes over must have the state of all nodes and open files before Serve: a
 // request may name any of them. A descriptor store keeps the connection meanwhile: Device.File
@@ -56,14 +65,12 @@
 //
 // A helper adds about 50 us to a notification.
 //
-// # Limits of go-fuse
+// # Checks
 //
-// fuse.ProtocolServer of go-fuse 2.12 has no notifications, does not call RawFileSystem.Init and
-// OnUnmount, does not return the settings of the kernel, cannot cancel all requests, allocates a
-// request and a channel for each call, and copies the data of a READ. This package therefore sends
-// notifications through Device, returns the INIT request with DevFuse.Kernel, calls
-// FileSystem.Disconnected, and handles LOOKUP, GETATTR, OPEN, READ, WRITE, FLUSH, RELEASE and their
-// INTERRUPTs without ProtocolServer. For these operations the package allocates nothing, except a
-// name that is not among the last ones. A test compares the replies with those of go-fuse, also for
-// invalid requests.
+// A request gets EINVAL if its sizes, strings or names are invalid, and ENOSYS if the table does
+// not have the operation. A request of a virtual machine can be anything, see package virtiofs. A
+// panic of the file system gets the status of Options.Panicked.
+//
+// The package allocates nothing for the most frequent operations, except a name that is not among
+// the last ones.
 package kernel

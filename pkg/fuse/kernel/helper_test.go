@@ -71,10 +71,10 @@ type heldPage struct {
 func holdPage(fs *testFS) *heldPage {
 	h := &heldPage{began: make(chan struct{}), release: make(chan struct{}), read: make(chan error, 1)}
 	var once sync.Once
-	fs.read = func(_ <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
+	fs.read = func(r *Request, in *fuse.ReadIn) ([][]byte, fuse.Status) {
 		once.Do(func() { close(h.began) })
 		<-h.release
-		return fs.data(in), fuse.OK
+		return give(r, fileData(int64(in.Offset), int(in.Size))), fuse.OK
 	}
 	return h
 }
@@ -324,7 +324,7 @@ func getStuck(string) error {
 	began := make(chan struct{})
 	begin := sync.OnceFunc(func() { close(began) })
 	fs := newTestFS()
-	fs.read = func(<-chan struct{}, *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
+	fs.read = func(*Request, *fuse.ReadIn) ([][]byte, fuse.Status) {
 		begin()
 		select {}
 	}

@@ -17,7 +17,6 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/observe/ledger"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
@@ -56,29 +55,27 @@ const (
 
 // A testFS has a file "data", whose byte at offset i is fileByte(i), and a symbolic link "link".
 type testFS struct {
-	fuse.RawFileSystem
+	FileSystem // nil: other methods panic
 
 	// read handles READs, and lookup is called for each LOOKUP, if not nil.
-	read   func(cancel <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status)
-	lookup func(cancel <-chan struct{}, in *fuse.InHeader) fuse.Status
+	read   func(r *Request, in *fuse.ReadIn) ([][]byte, fuse.Status)
+	lookup func(r *Request) fuse.Status
 	delay  time.Duration // of a LOOKUP
 
-	link         string
-	keepReplied  bool
-	mode         atomic.Uint32 // of the file
-	lookups      atomic.Int32
-	disconnected atomic.Int32
-	end          chan struct{} // closed by Disconnected
-	warnings     logBuffer
+	link        string
+	keepReplied bool
+	mode        atomic.Uint32 // of the file
+	lookups     atomic.Int32
+	requests    Requests
+	warnings    logBuffer
 
 	mu      sync.Mutex
-	out     int      // results that are not done
 	written [][]byte // data of WRITEs
 	replied []uint64 // arguments of Replied, if keepReplied
 }
 
 func newTestFS() *testFS {
-	fs := &testFS{RawFileSystem: fuse.NewDefaultRawFileSystem(), end: make(chan struct{})}
+	fs := &testFS{}
 	fs.mode.Store(0o644)
 	return fs
 }
@@ -97,11 +94,11 @@ func (fs *testFS) attr(node uint64, a *fuse.Attr) {
 	}
 }
 
-func (fs *testFS) Lookup(cancel <-chan struct{}, in *fuse.InHeader, name string, out *fuse.EntryOut) fuse.Status {
+func (fs *testFS) Lookup(r *Request, name string, out *fuse.EntryOut) fuse.Status {
 	fs.lookups.Add(1)
 	time.Sleep(fs.delay)
 	if fs.lookup != nil {
-		if status := fs.lookup(cancel, in); !status.Ok() {
+		if status := fs.lookup(r); !status.Ok() {
 			return status
 		}
 	}
@@ -116,27 +113,26 @@ func (fs *testFS) Lookup(cancel <-chan struct{}, in *fuse.InHeader, name string,
 	return fuse.OK
 }
 
-func (fs *testFS) GetAttr(_ <-chan struct{}, in *fuse.GetAttrIn, out *fuse.AttrOut) fuse.Status {
+func (fs *testFS) GetAttr(_ *Request, in *fuse.GetAttrIn, out *fuse.AttrOut) fuse.Status {
 	out.SetTimeout(time.Hour)
 	fs.attr(in.NodeId, &out.Attr)
 	return fuse.OK
 }
 
-func (fs *testFS) Open(_ <-chan struct{}, in *fuse.OpenIn, _ *fuse.OpenOut) fuse.Status {
+func (fs *testFS) Open(_ *Request, in *fuse.OpenIn, _ *fuse.OpenOut) fuse.Status {
 	return fuse.OK
 }
 
-func (fs *testFS) Flush(<-chan struct{}, *fuse.FlushIn) fuse.Status { return fuse.OK }
+func (fs *testFS) Flush(*Request, *fuse.FlushIn) fuse.Status     { return fuse.OK }
+func (fs *testFS) Release(*Request, *fuse.ReleaseIn) fuse.Status { return fuse.OK }
+func (fs *testFS) Forget(uint64, uint64)                         {}
+func (fs *testFS) Readlink(*Request) ([]byte, fuse.Status)       { return []byte(fs.link), fuse.OK }
 
-func (fs *testFS) Readlink(<-chan struct{}, *fuse.InHeader) ([]byte, fuse.Status) {
-	return []byte(fs.link), fuse.OK
-}
-
-func (fs *testFS) Write(_ <-chan struct{}, _ *fuse.WriteIn, data []byte) (uint32, fuse.Status) {
+func (fs *testFS) Write(_ *Request, _ *fuse.WriteIn, data [][]byte) (uint32, fuse.Status) {
 	fs.mu.Lock()
 	defer fs.mu.Unlock()
-	fs.written = append(fs.written, bytes.Clone(data))
-	return uint32(len(data)), fuse.OK
+	fs.written = append(fs.written, bytes.Join(data, nil))
+	return uint32(size(data)), fuse.OK
 }
 
 // takeWritten returns the data of the WRITEs since the last call.
@@ -148,15 +144,15 @@ func (fs *testFS) takeWritten() []byte {
 	return data
 }
 
-func (fs *testFS) ReadTo(cancel <-chan struct{}, in *fuse.ReadIn, place [][]byte) (int, fuse.ReadResult, fuse.Status) {
+func (fs *testFS) Read(r *Request, in *fuse.ReadIn, place [][]byte) (int, [][]byte, fuse.Status) {
 	if fs.read != nil {
-		res, status := fs.read(cancel, in)
-		return 0, res, status
-	}
-	if place == nil {
-		return 0, fs.data(in), fuse.OK
+		data, status := fs.read(r, in)
+		return 0, data, status
 	}
 	data := fileData(int64(in.Offset), int(in.Size))
+	if place == nil {
+		return 0, give(r, data[:len(data)/3], data[len(data)/3:]), fuse.OK
+	}
 	n := 0
 	for _, p := range place {
 		clear(p)
@@ -165,16 +161,10 @@ func (fs *testFS) ReadTo(cancel <-chan struct{}, in *fuse.ReadIn, place [][]byte
 	return n, nil, fuse.OK
 }
 
-// Read is for the server of go-fuse.
-func (fs *testFS) Read(cancel <-chan struct{}, in *fuse.ReadIn, _ []byte) (fuse.ReadResult, fuse.Status) {
-	_, res, status := fs.ReadTo(cancel, in, nil)
-	return res, status
-}
-
-// data returns the data of the file.
-func (fs *testFS) data(in *fuse.ReadIn) *testResult {
-	data := fileData(int64(in.Offset), int(in.Size))
-	return fs.result(data[:len(data)/3], data[len(data)/3:])
+// give returns data that Replied clears, as the next user of a buffer does.
+func give(r *Request, data ...[]byte) [][]byte {
+	r.FS = data
+	return data
 }
 
 // fileData returns n bytes of the file, or fewer at its end.
@@ -187,11 +177,19 @@ func fileData(off int64, n int) []byte {
 	return data
 }
 
-func (fs *testFS) Replied(unique uint64, _ ledger.Time) {
+func (fs *testFS) Requests() *Requests { return &fs.requests }
+
+func (fs *testFS) Replied(r *Request) {
+	if data, ok := r.FS.([][]byte); ok {
+		for _, b := range data {
+			clear(b)
+		}
+		r.FS = nil
+	}
 	if fs.keepReplied {
 		fs.mu.Lock()
 		defer fs.mu.Unlock()
-		fs.replied = append(fs.replied, unique)
+		fs.replied = append(fs.replied, r.Unique)
 	}
 }
 
@@ -211,49 +209,8 @@ func (fs *testFS) takeReplied(t testing.TB, n int) []uint64 {
 	return all
 }
 
-func (fs *testFS) Disconnected() {
-	if fs.disconnected.Add(1) == 1 {
-		close(fs.end)
-	}
-}
-
 func (fs *testFS) Warn(msg string, args ...any) {
 	fmt.Fprintln(&fs.warnings, append([]any{msg}, args...)...)
-}
-
-// A testResult counts its end in testFS.out.
-type testResult struct {
-	fuse.ReadResult
-	vecs [][]byte
-	fs   *testFS
-}
-
-func (fs *testFS) result(vecs ...[]byte) *testResult {
-	fs.mu.Lock()
-	defer fs.mu.Unlock()
-	fs.out++
-	return &testResult{vecs: vecs, fs: fs}
-}
-
-func (r *testResult) Slices() ([][]byte, fuse.Status) { return r.vecs, fuse.OK }
-
-func (r *testResult) Done() {
-	r.fs.mu.Lock()
-	defer r.fs.mu.Unlock()
-	r.fs.out--
-	for _, v := range r.vecs {
-		clear(v) // as the next user of the buffer
-	}
-}
-
-// checkDone checks that Done was called once for each result.
-func (fs *testFS) checkDone(t testing.TB) {
-	t.Helper()
-	fs.mu.Lock()
-	defer fs.mu.Unlock()
-	if fs.out != 0 {
-		t.Errorf("results without Done: got %d, want 0", fs.out)
-	}
 }
 
 // A logBuffer collects the messages of a connection.
@@ -274,10 +231,10 @@ func (l *logBuffer) String() string {
 	return l.b.String()
 }
 
-func options(l io.Writer) *fuse.MountOptions {
-	return &fuse.MountOptions{MaxWrite: 1 << 20, MaxReadAhead: 1 << 20, Logger: log.New(l, "", 0),
-		ExplicitDataCacheControl: true, ExtraCapabilities: fuse.CAP_HAS_EXPIRE_ONLY,
-		PanicHandler: func(any) fuse.Status { return fuse.Status(unix.EUCLEAN) }}
+func options(l io.Writer) Options {
+	return Options{MaxWrite: 1 << 20, MaxReadAhead: 1 << 20, MaxBackground: 64, Logger: log.New(l, "", 0), XAttrs: true,
+		Capabilities: fuse.CAP_EXPLICIT_INVAL_DATA | fuse.CAP_HAS_EXPIRE_ONLY,
+		Panicked:     func(any) fuse.Status { return fuse.Status(unix.EUCLEAN) }}
 }
 
 // A testMount is a testFS mounted through /dev/fuse.
@@ -311,7 +268,6 @@ func mount(t testing.TB, fs *testFS) *testMount {
 			t.Error(err)
 		}
 		m.awaitEnd(t)
-		fs.checkDone(t)
 	})
 	return m
 }
@@ -333,7 +289,3 @@ func (m *testMount) awaitEnd(t testing.TB) {
 		t.Fatal("Serve did not return")
 	}
 }
-
-// Bytes and Size are for the server of go-fuse.
-func (r *constResult) Bytes([]byte) ([]byte, fuse.Status) { return r.vecs[0], fuse.OK }
-func (r *constResult) Size() int                          { return len(r.vecs[0]) }

@@ -106,11 +106,12 @@ func (m *requestMemory) findPlaces(bufSize int) {
 		for range n {
 			place := m.all[at : at+size : at+size]
 			at += size
-			if !m.used(at-size) || *uniqueOf(place) == 0 || found[Unique(header(place))] {
+			if !m.used(at-size) || *uniqueOf(place) == 0 || found[*uniqueOf(place)&^resent] {
 				free.noMemory = append(free.noMemory, place)
 				continue
 			}
-			found[Unique(header(place))] = true
+			*uniqueOf(place) &^= resent // of an earlier version of this package
+			found[*uniqueOf(place)] = true
 			m.left = append(m.left, place)
 		}
 	}
@@ -214,13 +215,7 @@ func (m *requestMemory) done(place []byte) {
 }
 
 // hasReply reports whether the kernel waits for a reply to a request.
-func hasReply(in []byte) bool {
-	switch header(in).Opcode {
-	case opForget, opBatchForget, opInterrupt, opNotifyReply:
-		return false
-	}
-	return true
-}
+func hasReply(in []byte) bool { return operationOf(Op(header(in).Opcode)).replies() }
 
 // KeepRequests makes the connection keep its requests in memory that Memory returns. Another
 // process can then handle the requests without reply again. Kernels before 6.9 need it, because
@@ -232,30 +227,32 @@ func (s *DevFuse) KeepRequests() error {
 	if err != nil {
 		return fmt.Errorf("keep FUSE requests: %w", err)
 	}
-	s.requests = m
+	s.memory = m
 	return nil
 }
 
 // repeat handles the requests of another process again, unless the kernel has their replies.
 func (s *DevFuse) repeat() {
-	for _, place := range s.requests.left {
+	for _, place := range s.memory.left {
 		h := header(place)
-		h.Unique = Unique(h)
 		if size := int(h.Length); size < int(unsafe.Sizeof(*h)) || size > len(place) || !hasReply(place) ||
 			!s.isWaiting(h.Unique) {
-			s.requests.done(place)
+			s.memory.done(place)
 			continue
 		}
-		atomic.StoreUint64(&h.Unique, h.Unique|resent)
 		s.workers.Go(func() {
 			w := s.getWorker()
 			defer s.putWorker(w)
-			w.call.Handle(place[:h.Length], ledger.Now())
-			s.requests.done(place)
+			w.request.Handle(Message{In: place[:h.Length], Received: ledger.Now(), Resent: true})
+			s.memory.done(place)
 		})
 	}
-	s.requests.left = nil
+	s.memory.left = nil
 }
+
+// interruptBit is FUSE_INT_REQ_BIT: the number of an INTERRUPT is that of its request with this
+// bit.
+const interruptBit = 1
 
 // isWaiting reports whether the kernel still waits for the reply to a request. It answers an
 // INTERRUPT of the request with EAGAIN. The kernel returns ENOENT if the request has ended.

@@ -2,7 +2,6 @@ package kernel
 
 import (
 	"bytes"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -51,9 +50,9 @@ func serveForTest(mode string) error {
 	return nil
 }
 
-func resumeOptions() *fuse.MountOptions {
+func resumeOptions() Options {
 	o := options(os.Stderr)
-	o.ExtraCapabilities |= fuse.CAP_HAS_RESEND
+	o.Capabilities |= fuse.CAP_HAS_RESEND
 	return o
 }
 
@@ -95,7 +94,7 @@ func testResumeAfterKill(t *testing.T, keep bool) {
 	kit.Must(t, err)
 	if keep {
 		kit.Must(t, first.KeepRequests())
-		defer first.requests.close()
+		defer first.memory.close()
 	}
 	mem, err := first.Memory()
 	kit.Must(t, err)
@@ -174,7 +173,7 @@ func useForTest(dir string) error {
 
 func TestResumeErrors(t *testing.T) {
 	withResend := fuse.InitIn{Major: 7, Minor: 40, Flags: 1 << 30, Flags2: fuse.CAP_HAS_RESEND >> 32}
-	withResend.Opcode = opInit
+	withResend.Opcode = uint32(OpInit)
 	old := withResend
 	old.Flags2 = 0
 	protocol6 := withResend
@@ -185,7 +184,7 @@ func TestResumeErrors(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		init []byte
-		opts *fuse.MountOptions
+		opts Options
 		want string
 	}{
 		{"nothing", nil, resumeOptions(), "request of 0 bytes is no INIT"},
@@ -230,30 +229,29 @@ func testInterruptOfResent(t *testing.T, call string, late, keep bool) {
 	kit.Must(t, dev.Use(func(fd int) { mountTest(t, dir, fd) }))
 	defer unix.Unmount(dir, unix.MNT_DETACH)
 	fs := newTestFS()
-	began, interrupted := make(chan fuse.InHeader, 2), make(chan struct{}, 2)
-	wait := func(cancel <-chan struct{}, in *fuse.InHeader) fuse.Status {
-		began <- *in // in ends with the request
-		select {
-		case <-cancel:
-			interrupted <- struct{}{}
-			return fuse.EINTR
-		case <-fs.end:
-			return fuse.EIO
+	began, interrupted := make(chan uint64, 2), make(chan struct{}, 2)
+	wait := func(r *Request) fuse.Status {
+		if !r.Resent {
+			t.Error("request that was sent again: it is not marked")
 		}
+		began <- r.Unique
+		<-r.Done()
+		interrupted <- struct{}{}
+		return fuse.EINTR
 	}
 	first, err := NewDevFuse(dev, fs, resumeOptions())
 	kit.Must(t, err)
 	if keep {
 		kit.Must(t, first.KeepRequests())
-		defer first.requests.close()
+		defer first.memory.close()
 	}
 	kind, name, _ := strings.Cut(call, " ")
 	program := startCall(t, kind+" "+dir+"/"+name)
 	ended := waitFor(program)
 	// The first process handles requests until one of the kind that waits, and is gone.
-	opcode := uint32(opRead)
+	op := OpRead
 	if kind == "stat" {
-		opcode = 1
+		op = OpLookup
 	}
 	w := first.newWorker()
 	unique := uint64(0)
@@ -263,10 +261,10 @@ func testInterruptOfResent(t *testing.T, call string, late, keep bool) {
 		for unique == 0 {
 			n, err := readRequest(fd, buf)
 			kit.Must(t, err)
-			if h := header(buf[:n]); h.Opcode == opcode {
+			if h := header(buf[:n]); Op(h.Opcode) == op {
 				unique = h.Unique
 			} else {
-				w.call.Handle(buf[:n], ledger.Now())
+				w.request.Handle(Message{In: buf[:n], Received: ledger.Now()})
 				h.Unique = 0
 			}
 		}
@@ -274,8 +272,8 @@ func testInterruptOfResent(t *testing.T, call string, late, keep bool) {
 	if kind == "stat" {
 		fs.lookup = wait
 	} else {
-		fs.read = func(cancel <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
-			return nil, wait(cancel, &in.InHeader)
+		fs.read = func(r *Request, _ *fuse.ReadIn) ([][]byte, fuse.Status) {
+			return nil, wait(r)
 		}
 	}
 	if !late {
@@ -302,9 +300,8 @@ func testInterruptOfResent(t *testing.T, call string, late, keep bool) {
 		s.Serve()
 		close(served)
 	}()
-	in := <-began
-	if !Resent(&in) || Unique(&in) != unique {
-		t.Errorf("request that was sent again: got %#x, want %#x with the bit", in.Unique, unique)
+	if got := <-began; got != unique {
+		t.Errorf("request that was sent again: got %#x, want %#x", got, unique)
 	}
 	if late {
 		time.Sleep(20 * time.Millisecond)
@@ -319,32 +316,4 @@ func testInterruptOfResent(t *testing.T, call string, late, keep bool) {
 	_ = unix.Unmount(dir, unix.MNT_DETACH)
 	<-ended
 	<-served
-}
-
-// TestMarkInReplies checks that a reply has the number that the kernel knows: with the mark, if the
-// kernel has sent the request again.
-func TestMarkInReplies(t *testing.T) {
-	const unique = 42 | resent
-	for name, c := range map[string]struct {
-		front *DevFuse
-		want  uint64
-	}{
-		"devfuse":  {&DevFuse{}, unique},
-		"requests": {&DevFuse{requests: &requestMemory{}}, 42},
-	} {
-		t.Run(name, func(t *testing.T) {
-			r, w, err := os.Pipe()
-			kit.Must(t, err)
-			defer r.Close()
-			c.front.fd = int(w.Fd())
-			reply := make([]byte, headerSize)
-			(&worker{s: c.front}).Send(reply[:putError(reply, unique, unix.EIO)], nil)
-			kit.Must(t, w.Close())
-			got, err := io.ReadAll(r)
-			kit.Must(t, err)
-			if n := binary.NativeEndian.Uint64(got[8:]); len(got) != headerSize || n != c.want {
-				t.Errorf("got %d bytes and number %#x, want %#x", len(got), n, c.want)
-			}
-		})
-	}
 }

@@ -9,6 +9,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/server"
 )
@@ -40,8 +41,8 @@ func testGuestRequestsDoNotAllocate(t *testing.T, unsealed bool) {
 		return reply[replySize:]
 	}
 	request := func(in []byte, out int) func() { return func() { do(in, out) } }
-	open, flush := encode(v, opOpen, node, fuse.OpenIn{}), encode(v, opFlush, node, fuse.FlushIn{})
-	release := encode(v, opRelease, node, fuse.ReleaseIn{})
+	open, flush := encode(v, kernel.OpOpen, node, fuse.OpenIn{}), encode(v, kernel.OpFlush, node, fuse.FlushIn{})
+	release := encode(v, kernel.OpRelease, node, fuse.ReleaseIn{})
 	kit.Must(t, os.WriteFile(filepath.Join(d.dir, "name"), nil, 0o644))
 	page := strings.Repeat("a", 4096)
 	for _, c := range []struct {
@@ -49,12 +50,12 @@ func testGuestRequestsDoNotAllocate(t *testing.T, unsealed bool) {
 		want float64
 		do   func()
 	}{
-		{"LOOKUP", 0, request(encode(v, opLookup, 1, fuse.InHeader{}, "name\x00"), room)},
-		{"GETATTR", 0, request(encode(v, opGetAttr, node, fuse.GetAttrIn{}), room)},
-		{"READ 4 KiB", 0, request(encode(v, opRead, node, fuse.ReadIn{Fh: fh, Size: 4 << 10}), 4<<10)},
-		{"READ 64 KiB", 0, request(encode(v, opRead, node, fuse.ReadIn{Fh: fh, Size: 64 << 10}), 64<<10)},
-		{"WRITE", 0, request(encode(v, opWrite, node, fuse.WriteIn{Fh: fh, Size: 4096}, page), room)},
-		{"large WRITE", 0, request(encode(v, opWrite, node, fuse.WriteIn{Fh: fh, Size: 20 * 4096},
+		{"LOOKUP", 0, request(encode(v, kernel.OpLookup, 1, fuse.InHeader{}, "name\x00"), room)},
+		{"GETATTR", 0, request(encode(v, kernel.OpGetAttr, node, fuse.GetAttrIn{}), room)},
+		{"READ 4 KiB", 0, request(encode(v, kernel.OpRead, node, fuse.ReadIn{Fh: fh, Size: 4 << 10}), 4<<10)},
+		{"READ 64 KiB", 0, request(encode(v, kernel.OpRead, node, fuse.ReadIn{Fh: fh, Size: 64 << 10}), 64<<10)},
+		{"WRITE", 0, request(encode(v, kernel.OpWrite, node, fuse.WriteIn{Fh: fh, Size: 4096}, page), room)},
+		{"large WRITE", 0, request(encode(v, kernel.OpWrite, node, fuse.WriteIn{Fh: fh, Size: 20 * 4096},
 			strings.Repeat(page, 20)), room)},
 		{"OPEN, FLUSH, RELEASE", 1, func() { // the open file
 			opened := (*fuse.OpenOut)(ptr(do(open, room))).Fh

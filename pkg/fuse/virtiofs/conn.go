@@ -88,10 +88,6 @@ type conn struct {
 	handler atomic.Pointer[kernel.Handler] // of the FUSE session; nil without one
 	large   chan []uint64                  // memory for each large request, nil at first
 
-	active struct {
-		sync.Mutex
-		requests []*request
-	}
 	idle struct { // requests that have ended, for reuse
 		sync.Mutex
 		requests []*request
@@ -360,7 +356,7 @@ func (c *conn) drain(r *ring) (base uint16) {
 			return r.next
 		case <-time.After(interruptInterval):
 			late := time.Since(start) > drainTimeout
-			c.interruptAll(func(q *request) bool { return q.ring == r && (late || q.opcode() == opSetLkw) })
+			c.interruptAll(func(q *request) bool { return q.ring == r && (late || q.op() == kernel.OpSetLkw) })
 		}
 	}
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
@@ -19,7 +20,7 @@ import (
 func TestReadOnlyShare(t *testing.T) {
 	d := newDevice(t)
 	kit.Must(t, os.WriteFile(filepath.Join(d.dir, "f"), []byte("x"), 0o644))
-	d.server.ro = true // before the first VMM
+	d.server.opts.ReadOnly = true // before the first VMM
 	v := d.connect(t)
 	v.mount()
 	q := v.queues[1]
@@ -28,21 +29,21 @@ func TestReadOnlyShare(t *testing.T) {
 		t.Fatal(errno)
 	}
 	for _, in := range [][]byte{
-		encode(v, opSetAttr, e.NodeId, fuse.SetAttrIn{}),
-		encode(v, opMkdir, 1, fuse.MkdirIn{}, "d\x00"),
-		encode(v, opMknod, 1, fuse.MknodIn{}, "d\x00"),
-		encode(v, opUnlink, 1, fuse.InHeader{}, "f\x00"),
-		encode(v, opCreate, 1, fuse.CreateIn{}, "d\x00"),
-		encode(v, opRename2, 1, fuse.RenameIn{Newdir: 1}, "f\x00d\x00"),
-		encode(v, opOpen, e.NodeId, fuse.OpenIn{Flags: syscall.O_WRONLY}),
-		encode(v, opOpen, e.NodeId, fuse.OpenIn{Flags: syscall.O_RDONLY | syscall.O_TRUNC}),
-		encode(v, opWrite, e.NodeId, fuse.WriteIn{}),
+		encode(v, kernel.OpSetAttr, e.NodeId, fuse.SetAttrIn{}),
+		encode(v, kernel.OpMkdir, 1, fuse.MkdirIn{}, "d\x00"),
+		encode(v, kernel.OpMknod, 1, fuse.MknodIn{}, "d\x00"),
+		encode(v, kernel.OpUnlink, 1, fuse.InHeader{}, "f\x00"),
+		encode(v, kernel.OpCreate, 1, fuse.CreateIn{}, "d\x00"),
+		encode(v, kernel.OpRename2, 1, fuse.RenameIn{Newdir: 1}, "f\x00d\x00"),
+		encode(v, kernel.OpOpen, e.NodeId, fuse.OpenIn{Flags: syscall.O_WRONLY}),
+		encode(v, kernel.OpOpen, e.NodeId, fuse.OpenIn{Flags: syscall.O_RDONLY | syscall.O_TRUNC}),
+		encode(v, kernel.OpWrite, e.NodeId, fuse.WriteIn{}),
 	} {
 		if _, errno := q.do(in, 256); errno != unix.EROFS {
 			t.Errorf("opcode %d: got %v, want EROFS", in[4], errno)
 		}
 	}
-	if _, errno := q.do(encode(v, opOpen, e.NodeId, fuse.OpenIn{}), 64); errno != 0 {
+	if _, errno := q.do(encode(v, kernel.OpOpen, e.NodeId, fuse.OpenIn{}), 64); errno != 0 {
 		t.Errorf("open for reading: %v", errno)
 	}
 }
@@ -50,7 +51,7 @@ func TestReadOnlyShare(t *testing.T) {
 // TestLargeInitFails sends an INIT that no record can hold.
 func TestLargeInitFails(t *testing.T) {
 	v := newDevice(t).connect(t)
-	in := encode(v, opInit, 0, fuse.InitIn{Major: 7, Minor: 39}, strings.Repeat("x", maxInit))
+	in := encode(v, kernel.OpInit, 0, fuse.InitIn{Major: 7, Minor: 39}, strings.Repeat("x", maxInit))
 	if _, errno := v.queues[1].do(in, 256); errno != unix.EIO {
 		t.Errorf("got %v, want EIO", errno)
 	}
@@ -80,16 +81,16 @@ func TestInvalidNamesFail(t *testing.T) {
 			op   string
 			data []byte
 		}{
-			{"LOOKUP", encode(v, opLookup, 1, fuse.InHeader{}, name, "\x00")},
-			{"MKNOD", encode(v, opMknod, 1, fuse.MknodIn{Mode: syscall.S_IFREG}, name, "\x00")},
-			{"MKDIR", encode(v, opMkdir, 1, fuse.MkdirIn{}, name, "\x00")},
-			{"SYMLINK", encode(v, opSymlink, 1, fuse.InHeader{}, name, "\x00to\x00")},
-			{"UNLINK", encode(v, opUnlink, 1, fuse.InHeader{}, name, "\x00")},
-			{"RMDIR", encode(v, opRmdir, 1, fuse.InHeader{}, name, "\x00")},
-			{"RENAME from", encode(v, opRename, 1, renameIn{dir: 1}, name, "\x00b\x00")},
-			{"RENAME to", encode(v, opRename, 1, renameIn{dir: 1}, "sub\x00", name, "\x00")},
-			{"LINK", encode(v, opLink, 1, fuse.LinkIn{Oldnodeid: 1}, name, "\x00")},
-			{"CREATE", encode(v, opCreate, 1, fuse.CreateIn{}, name, "\x00")},
+			{"LOOKUP", encode(v, kernel.OpLookup, 1, fuse.InHeader{}, name, "\x00")},
+			{"MKNOD", encode(v, kernel.OpMknod, 1, fuse.MknodIn{Mode: syscall.S_IFREG}, name, "\x00")},
+			{"MKDIR", encode(v, kernel.OpMkdir, 1, fuse.MkdirIn{}, name, "\x00")},
+			{"SYMLINK", encode(v, kernel.OpSymlink, 1, fuse.InHeader{}, name, "\x00to\x00")},
+			{"UNLINK", encode(v, kernel.OpUnlink, 1, fuse.InHeader{}, name, "\x00")},
+			{"RMDIR", encode(v, kernel.OpRmdir, 1, fuse.InHeader{}, name, "\x00")},
+			{"RENAME from", encode(v, kernel.OpRename, 1, renameIn{dir: 1}, name, "\x00b\x00")},
+			{"RENAME to", encode(v, kernel.OpRename, 1, renameIn{dir: 1}, "sub\x00", name, "\x00")},
+			{"LINK", encode(v, kernel.OpLink, 1, fuse.LinkIn{Oldnodeid: 1}, name, "\x00")},
+			{"CREATE", encode(v, kernel.OpCreate, 1, fuse.CreateIn{}, name, "\x00")},
 		} {
 			if _, errno := q.do(c.data, 256); errno != unix.EINVAL {
 				t.Errorf("%s %q: got %v, want EINVAL", c.op, name, errno)
@@ -110,35 +111,27 @@ func TestInventedNumbersFail(t *testing.T) {
 		data []byte
 		want syscall.Errno
 	}{
-		{"LOOKUP", encode(v, opLookup, bad, fuse.InHeader{}, "x\x00"), unix.ESTALE},
-		{"GETATTR", encode(v, opGetAttr, bad, fuse.GetAttrIn{}), unix.ESTALE},
-		{"SETATTR", encode(v, opSetAttr, bad, fuse.SetAttrIn{}), unix.ESTALE},
-		{"OPEN", encode(v, opOpen, bad, fuse.OpenIn{}), unix.ESTALE},
-		{"LINK", encode(v, opLink, 1, fuse.LinkIn{Oldnodeid: bad}, "x\x00"), unix.ESTALE},
-		{"RENAME2", encode(v, opRename2, 1, fuse.RenameIn{Newdir: bad}, "file\x00x\x00"), unix.ESTALE},
-		{"pseudo node", encode(v, opGetAttr, pollNode, fuse.GetAttrIn{}), unix.ESTALE},
-		{"READ", encode(v, opRead, 1, fuse.ReadIn{Fh: bad, Size: 10}), unix.EBADF},
-		{"WRITE", encode(v, opWrite, 1, fuse.WriteIn{Fh: bad, Size: 1}, "x"), unix.EBADF},
-		{"READDIR", encode(v, opReadDir, 1, fuse.ReadIn{Fh: bad, Size: 64}), unix.EBADF},
-		{"READDIR of a file", encode(v, opReadDir, 1, fuse.ReadIn{Fh: f.Fh, Size: 64}), unix.EBADF},
-		{"FLUSH", encode(v, opFlush, 1, fuse.FlushIn{Fh: bad}), unix.EBADF},
-		{"FSYNC", encode(v, opFsync, 1, fuse.FsyncIn{Fh: bad}), unix.EBADF},
-		{"RELEASE", encode(v, opRelease, 1, fuse.ReleaseIn{Fh: bad}), 0},
-		{"RELEASEDIR", encode(v, opReleaseDir, 1, fuse.ReleaseIn{Fh: bad}), 0},
-		{"RELEASE once", encode(v, opRelease, 1, fuse.ReleaseIn{Fh: f.Fh}), 0},
-		{"RELEASE twice", encode(v, opRelease, 1, fuse.ReleaseIn{Fh: f.Fh}), 0},
-		{"READ after RELEASE", encode(v, opRead, 1, fuse.ReadIn{Fh: f.Fh, Size: 10}), unix.EBADF},
-		{"opcode 999", encode(v, 999, 1, fuse.InHeader{}), unix.ENOSYS},
-		{"IOCTL", encode(v, 39, 1, fuse.IoctlIn{OutSize: 1 << 31}), unix.ENOSYS},
-		{"short", encode(v, opOpen, 1, fuse.InHeader{}), unix.EINVAL},
-		{"extensions", encode(v, opGetAttr, 1, fuse.GetAttrIn{InHeader: fuse.InHeader{TotalExtlen: 9}}), unix.EINVAL},
-		{"READ too large", encode(v, opRead, 1, fuse.ReadIn{Fh: f.Fh, Size: 1 << 31}), unix.EINVAL},
-		{"READ without room", encode(v, opRead, 1, fuse.ReadIn{Fh: f.Fh, Size: 4096}), unix.EINVAL},
-		{"READ offset", encode(v, opRead, 1, fuse.ReadIn{Fh: f.Fh, Size: 9, Offset: 1<<63 - 5}), unix.EFBIG},
-		{"WRITE size", encode(v, opWrite, 1, fuse.WriteIn{Fh: f.Fh, Size: 9}, "x"), unix.EINVAL},
-		{"WRITE offset", encode(v, opWrite, 1, fuse.WriteIn{Fh: f.Fh, Size: 1, Offset: 1<<64 - 1}, "x"), unix.EFBIG},
-		{"READDIR too large", encode(v, opReadDir, 1, fuse.ReadIn{Size: 1<<32 - 1}), unix.EINVAL},
-		{"GETXATTR too large", encode(v, opGetXAttr, 1, fuse.GetXAttrIn{Size: 1<<32 - 1}, "a\x00"), unix.EINVAL},
+		{"LOOKUP", encode(v, kernel.OpLookup, bad, fuse.InHeader{}, "x\x00"), unix.ESTALE},
+		{"GETATTR", encode(v, kernel.OpGetAttr, bad, fuse.GetAttrIn{}), unix.ESTALE},
+		{"SETATTR", encode(v, kernel.OpSetAttr, bad, fuse.SetAttrIn{}), unix.ESTALE},
+		{"OPEN", encode(v, kernel.OpOpen, bad, fuse.OpenIn{}), unix.ESTALE},
+		{"LINK", encode(v, kernel.OpLink, 1, fuse.LinkIn{Oldnodeid: bad}, "x\x00"), unix.ESTALE},
+		{"RENAME2", encode(v, kernel.OpRename2, 1, fuse.RenameIn{Newdir: bad}, "file\x00x\x00"), unix.ESTALE},
+		{"pseudo node", encode(v, kernel.OpGetAttr, 1<<64-1, fuse.GetAttrIn{}), unix.ESTALE},
+		{"READ", encode(v, kernel.OpRead, 1, fuse.ReadIn{Fh: bad, Size: 10}), unix.EBADF},
+		{"WRITE", encode(v, kernel.OpWrite, 1, fuse.WriteIn{Fh: bad, Size: 1}, "x"), unix.EBADF},
+		{"READDIR", encode(v, kernel.OpReadDir, 1, fuse.ReadIn{Fh: bad, Size: 64}), unix.EBADF},
+		{"READDIR of a file", encode(v, kernel.OpReadDir, 1, fuse.ReadIn{Fh: f.Fh, Size: 64}), unix.EBADF},
+		{"FLUSH", encode(v, kernel.OpFlush, 1, fuse.FlushIn{Fh: bad}), unix.EBADF},
+		{"FSYNC", encode(v, kernel.OpFsync, 1, fuse.FsyncIn{Fh: bad}), unix.EBADF},
+		{"RELEASE", encode(v, kernel.OpRelease, 1, fuse.ReleaseIn{Fh: bad}), 0},
+		{"RELEASEDIR", encode(v, kernel.OpReleaseDir, 1, fuse.ReleaseIn{Fh: bad}), 0},
+		{"RELEASE once", encode(v, kernel.OpRelease, 1, fuse.ReleaseIn{Fh: f.Fh}), 0},
+		{"RELEASE twice", encode(v, kernel.OpRelease, 1, fuse.ReleaseIn{Fh: f.Fh}), 0},
+		{"READ after RELEASE", encode(v, kernel.OpRead, 1, fuse.ReadIn{Fh: f.Fh, Size: 10}), unix.EBADF},
+		{"READ too large", encode(v, kernel.OpRead, 1, fuse.ReadIn{Fh: f.Fh, Size: 1 << 31}), unix.EINVAL},
+		{"READ without room", encode(v, kernel.OpRead, 1, fuse.ReadIn{Fh: f.Fh, Size: 4096}), unix.EINVAL},
+		{"READDIR too large", encode(v, kernel.OpReadDir, 1, fuse.ReadIn{Size: 1<<32 - 1}), unix.EINVAL},
 	} {
 		if _, errno := q.do(c.data, 256); errno != c.want {
 			t.Errorf("%s: got %v, want %v", c.op, errno, c.want)
@@ -148,7 +141,7 @@ func TestInventedNumbersFail(t *testing.T) {
 		t.Errorf("lookup afterwards: %v", errno)
 	}
 	const room = 3 << 20
-	q.prepare(0, encode(v, opReadDir, 1, fuse.ReadIn{Fh: f.Fh, Size: 2 << 20}), room)
+	q.prepare(0, encode(v, kernel.OpReadDir, 1, fuse.ReadIn{Fh: f.Fh, Size: 2 << 20}), room)
 	q.offer(0)
 	_, n, _ := q.used()
 	if _, errno := q.reply(0, n); errno != unix.EINVAL {
@@ -166,7 +159,7 @@ func TestWriteToReadOnlyOpenFails(t *testing.T) {
 	if errno != 0 {
 		t.Fatal(errno)
 	}
-	reply, errno := q.do(encode(v, opOpen, e.NodeId, fuse.OpenIn{Flags: syscall.O_RDONLY}), 64)
+	reply, errno := q.do(encode(v, kernel.OpOpen, e.NodeId, fuse.OpenIn{Flags: syscall.O_RDONLY}), 64)
 	if errno := q.write(out[fuse.OpenOut](t, reply, errno).Fh, e.NodeId, 0, "data"); errno != unix.EBADF {
 		t.Errorf("got %v, want EBADF", errno)
 	}
@@ -279,7 +272,7 @@ func TestDescriptorInUseIsRefused(t *testing.T) {
 	v := d.connect(t)
 	v.mount()
 	q := v.queues[2]
-	q.prepare(0, encode(v, opLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
+	q.prepare(0, encode(v, kernel.OpLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
 	q.offer(0)
 	kit.Eventually(t, "request waits", func() bool { return d.fs.waiting.Load() == 1 })
 	q.offer(0)
@@ -298,7 +291,7 @@ func TestStopDrainsQueue(t *testing.T) {
 	q := v.queues[2]
 	const n = 4
 	for i := 1; i <= n; i++ { // slot 0 is for the other queue
-		q.prepare(i, encode(v, opLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
+		q.prepare(i, encode(v, kernel.OpLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
 		q.offer(2 * i)
 	}
 	kit.Eventually(t, "requests wait", func() bool { return d.fs.waiting.Load() == n })
@@ -315,7 +308,7 @@ func TestStopDrainsQueue(t *testing.T) {
 			t.Errorf("request in progress: got %v, want EINTR", errno)
 		}
 	}
-	q.prepare(0, encode(v, opLookup, 1, fuse.InHeader{}, "none\x00"), 256)
+	q.prepare(0, encode(v, kernel.OpLookup, 1, fuse.InHeader{}, "none\x00"), 256)
 	q.offer(0) // before the queue starts again
 	q.start(base)
 	if _, _, ok := q.used(); !ok {
@@ -350,7 +343,7 @@ func TestReconnect(t *testing.T) {
 	if errno := q.write(f.Fh, f.NodeId, 0, "unwritten"); errno != 0 {
 		t.Fatal(errno)
 	}
-	q.prepare(1, encode(v, opLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
+	q.prepare(1, encode(v, kernel.OpLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
 	q.offer(2)
 	kit.Eventually(t, "request waits", func() bool { return d.fs.waiting.Load() == 1 })
 	v.conn.Close()
@@ -366,7 +359,7 @@ func TestReconnect(t *testing.T) {
 	})
 	// A node stays until its data is written.
 	kit.Eventually(t, "nodes are forgotten", func() bool { return d.fs.Inodes() == 1 })
-	if _, errno := q.do(encode(next, opGetAttr, f.NodeId, fuse.GetAttrIn{}), 256); errno != unix.ESTALE {
+	if _, errno := q.do(encode(next, kernel.OpGetAttr, f.NodeId, fuse.GetAttrIn{}), 256); errno != unix.ESTALE {
 		t.Errorf("node of the session before: got %v, want ESTALE", errno)
 	}
 }
@@ -381,7 +374,7 @@ func TestGuestReboots(t *testing.T) {
 	if errno := v.queues[1].write(f.Fh, f.NodeId, 0, "x"); errno != unix.EBADF {
 		t.Errorf("open file of the session before: got %v, want EBADF", errno)
 	}
-	if _, errno := v.queues[1].do(encode(v, opDestroy, 0, fuse.InHeader{}), 0); errno != 0 {
+	if _, errno := v.queues[1].do(encode(v, kernel.OpDestroy, 0, fuse.InHeader{}), 0); errno != 0 {
 		t.Errorf("DESTROY: %v", errno)
 	}
 	if d.server.InUse() {
@@ -433,12 +426,12 @@ func TestMemoryChange(t *testing.T) {
 	v := d.connect(t)
 	v.mount()
 	q := v.queues[1]
-	q.prepare(1, encode(v, opLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
+	q.prepare(1, encode(v, kernel.OpLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
 	unique := v.unique
 	q.offer(2)
 	kit.Eventually(t, "request waits", func() bool { return d.fs.waiting.Load() == 1 })
 	v.message(msgSetMemTable, memTable(region{guestBase, memSize, userBase, 0}), v.memfd)
-	v.queues[0].prepare(2, encode(v, opInterrupt, 0, fuse.InterruptIn{Unique: unique}), 0)
+	v.queues[0].prepare(2, encode(v, kernel.OpInterrupt, 0, fuse.InterruptIn{Unique: unique}), 0)
 	v.queues[0].offer(4)
 	_, size, ok := q.used()
 	if _, errno := q.reply(1, size); !ok || errno != unix.EINTR {
@@ -527,7 +520,7 @@ func TestLargeBuffersDoNotBlockQueue(t *testing.T) {
 	q := v.queues[1]
 	for i := range maxLarge {
 		in := slotBase + i*256
-		copy(v.mem[in:], encode(v, opLookup, 1, fuse.InHeader{}, "wait\x00"))
+		copy(v.mem[in:], encode(v, kernel.OpLookup, 1, fuse.InHeader{}, "wait\x00"))
 		// Only the first bytes are the request. The guest gives more.
 		putDescriptor(q.desc(2*i), guestBase+uint64(in), 2*largeRequest, descNext, 2*i+1)
 		putDescriptor(q.desc(2*i+1), guestBase+uint64(slotAt(12)), 256, descWrite, 0)
@@ -535,7 +528,7 @@ func TestLargeBuffersDoNotBlockQueue(t *testing.T) {
 	}
 	kit.Eventually(t, "requests wait", func() bool { return d.fs.waiting.Load() == maxLarge })
 	h := v.queues[0]
-	copy(v.mem[slotAt(10):], encode(v, opInterrupt, 0, fuse.InterruptIn{Unique: v.unique}))
+	copy(v.mem[slotAt(10):], encode(v, kernel.OpInterrupt, 0, fuse.InterruptIn{Unique: v.unique}))
 	putDescriptor(h.desc(0), guestBase+uint64(slotAt(10)), 2*largeRequest, 0, 0)
 	h.offer(0)
 	if _, _, ok := h.used(); !ok {

@@ -3,8 +3,8 @@
 //
 // The virtual machine monitor (VMM) connects to a Unix socket, passes descriptors of the guest's
 // memory and of eventfds, and tells the addresses of the virtqueues. The guest's kernel then puts
-// FUSE requests into the queues. This package copies each request from the guest's memory, checks
-// it, and gives it to a kernel.Handler. The data of READ and WRITE is not copied, see Data.
+// FUSE requests into the queues. This package copies each request from the guest's memory and gives
+// it to a kernel.Request, which checks it. The data of READ and WRITE is not copied, see Data.
 //
 // # Files
 //
@@ -15,7 +15,6 @@
 //	memory.go       the guest's memory
 //	ring.go         split virtqueue (virtio 1.2 §2.7)
 //	request.go      one FUSE request
-//	check.go        checks of FUSE requests that the kernel makes for /dev/fuse
 //	state.go        State: records of a share for the next process
 //	descriptors.go  descriptors of a share for the next process
 //	resume.go       the continuation of a share of an earlier process
@@ -25,8 +24,8 @@
 // The guest is hostile. It can change its memory at any time, so each descriptor and each request
 // is read once, into memory of this process. A guest that breaks the rules of virtio loses its
 // queue: it is stopped, and the log has the reason. FUSE requests with invalid names, nodes or
-// sizes get an error. The VMM is trusted as far as its user is: the mode of the socket is 0600. Its
-// messages are checked nevertheless, and an invalid one ends the connection.
+// sizes get an error (package kernel). The VMM is trusted as far as its user is: the mode of the
+// socket is 0600. Its messages are checked nevertheless, and an invalid one ends the connection.
 //
 // The memory of the guest is a file of the VMM, which can be truncated while it is mapped. A fault
 // in an access to this memory becomes an error (debug.SetPanicOnFault). No code outside memory.go
@@ -49,8 +48,8 @@
 //
 // # Memory of requests
 //
-// A connection reuses the memory of its requests. A request does not allocate in this package and
-// in front, except for the name of a LOOKUP and for operations that go-fuse handles.
+// A connection reuses the memory of its requests. The most frequent requests do not allocate in
+// this package and in package kernel, except for a name that is not among the last ones.
 //
 // # Sessions
 //
@@ -73,9 +72,9 @@
 //
 // The file system learns that a request has its reply (Replied) after it was completed. A request
 // that was in progress is read again from the guest's memory, and handled again with the same
-// number and kernel.MarkResent. The guest may have changed it meanwhile, which harms only the guest.
-// FORGET is completed before it is handled, because it must not be handled twice: if the process is
-// killed in between, the file system keeps the node until the end of the session.
+// number and kernel.Message.Resent. The guest may have changed it meanwhile, which harms only the
+// guest. FORGET is completed before it is handled, because it must not be handled twice: if the
+// process is killed in between, the file system keeps the node until the end of the session.
 //
 // The State has counters and records in shared memory (package slotfile). Descriptors in use are in
 // the queue of a socket before a record refers to them, and leave it after no record does.

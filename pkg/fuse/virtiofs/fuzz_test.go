@@ -7,6 +7,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
@@ -19,10 +20,10 @@ func FuzzDescriptors(f *testing.F) {
 	table := make([]byte, 4*descSize)
 	putDescriptor(table, guestBase+slotBase, 46, descNext, 1)
 	putDescriptor(table[descSize:], guestBase+slotBase+half, 256, descWrite, 0)
-	f.Add(table, encode(v, opLookup, 1, fuse.InHeader{}, "none\x00"))
+	f.Add(table, encode(v, kernel.OpLookup, 1, fuse.InHeader{}, "none\x00"))
 	putDescriptor(table, guestBase+2*ringSpace, 32, descIndirect, 0)
-	f.Add(table, encode(v, opReadDir, 1, fuse.ReadIn{Fh: 1, Size: 100}))
-	f.Add(table, encode(v, opBatchForget, 1, fuse.ReadIn{Fh: 3}))
+	f.Add(table, encode(v, kernel.OpReadDir, 1, fuse.ReadIn{Fh: 1, Size: 100}))
+	f.Add(table, encode(v, kernel.OpBatchForget, 1, fuse.ReadIn{Fh: 3}))
 	f.Fuzz(func(t *testing.T, table, msg []byte) {
 		v.t = t
 		q := v.queues[2]
@@ -62,14 +63,14 @@ func FuzzRequest(f *testing.F) {
 	kit.Must(f, v.conn.SetDeadline(time.Time{}))
 	v.mount()
 	for _, in := range [][]byte{
-		encode(v, opLookup, 1, fuse.InHeader{}, "none\x00"),
-		encode(v, opCreate, 1, fuse.CreateIn{}, "file\x00"),
-		encode(v, opWrite, 2, fuse.WriteIn{Fh: 1, Size: 4}, "data"),
-		encode(v, opSetXAttr, 1, fuse.GetXAttrIn{}, "system.posix_acl_access\x00abc"),
-		encode(v, opBatchForget, 1, fuse.GetXAttrIn{Size: 1}, "0123456789abcdef"),
-		encode(v, opRename2, 1, fuse.RenameIn{Newdir: 1}, "file\x00b\x00"),
-		encode(v, opInit, 1, fuse.InitIn{Major: 7, Minor: 31}),
-		encode(v, opReadDirPlus, 1, fuse.ReadIn{Fh: 1, Size: 2000}),
+		encode(v, kernel.OpLookup, 1, fuse.InHeader{}, "none\x00"),
+		encode(v, kernel.OpCreate, 1, fuse.CreateIn{}, "file\x00"),
+		encode(v, kernel.OpWrite, 2, fuse.WriteIn{Fh: 1, Size: 4}, "data"),
+		encode(v, kernel.OpSetXAttr, 1, fuse.GetXAttrIn{}, "system.posix_acl_access\x00abc"),
+		encode(v, kernel.OpBatchForget, 1, fuse.GetXAttrIn{Size: 1}, "0123456789abcdef"),
+		encode(v, kernel.OpRename2, 1, fuse.RenameIn{Newdir: 1}, "file\x00b\x00"),
+		encode(v, kernel.OpInit, 1, fuse.InitIn{Major: 7, Minor: 31}),
+		encode(v, kernel.OpReadDirPlus, 1, fuse.ReadIn{Fh: 1, Size: 2000}),
 	} {
 		f.Add(in)
 	}

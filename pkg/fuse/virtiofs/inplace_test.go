@@ -13,6 +13,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
@@ -121,7 +122,7 @@ func (v *vmm) openFile(d *device, data []byte) (q *queue, node, fh uint64) {
 	if errno != 0 {
 		v.t.Fatal(errno)
 	}
-	reply, errno := q.do(encode(v, opOpen, e.NodeId, fuse.OpenIn{Flags: syscall.O_RDWR}), 64)
+	reply, errno := q.do(encode(v, kernel.OpOpen, e.NodeId, fuse.OpenIn{Flags: syscall.O_RDWR}), 64)
 	return q, e.NodeId, out[fuse.OpenOut](v.t, reply, errno).Fh
 }
 
@@ -140,7 +141,7 @@ func TestDataArrivesInPlace(t *testing.T) {
 				size := spanSize(spans)
 				before := d.fs.placed.Load()
 				v.fill(spans, bytes.Repeat([]byte{0xee}, size))
-				in := encode(v, opRead, node, fuse.ReadIn{Fh: fh, Offset: uint64(off), Size: uint32(size)})
+				in := encode(v, kernel.OpRead, node, fuse.ReadIn{Fh: fh, Offset: uint64(off), Size: uint32(size)})
 				errno, n := q.doChain(in, nil, spans)
 				want := content[min(off, len(content)):min(off+size, len(content))]
 				got := v.join(spans)[:n]
@@ -198,18 +199,18 @@ func TestDataIsWrittenFromPlace(t *testing.T) {
 				data := kit.RandomBytes(uint64(i), size)
 				v.fill(l.spans, data)
 				data = v.join(l.spans) // one layout has a page twice
-				in := encode(v, opWrite, node, fuse.WriteIn{Fh: fh, Offset: uint64(off), Size: uint32(size)})
+				in := encode(v, kernel.OpWrite, node, fuse.WriteIn{Fh: fh, Offset: uint64(off), Size: uint32(size)})
 				if errno, _ := q.doChain(in, l.spans, []span{{chainReply + replySize, 8}}); errno != 0 {
 					t.Errorf("%s: %v", l.name, errno)
 				}
 				content = append(content, make([]byte, max(0, off+size-len(content)))...)
 				copy(content[off:], data)
-				in = encode(v, opWrite, node, fuse.WriteIn{Fh: fh, Size: uint32(size) + 1})
+				in = encode(v, kernel.OpWrite, node, fuse.WriteIn{Fh: fh, Size: uint32(size) + 1})
 				if errno, _ := q.doChain(in, l.spans, []span{{chainReply + replySize, 8}}); errno != unix.EINVAL {
 					t.Errorf("%s: WRITE with one byte less than it says: got %v, want EINVAL", l.name, errno)
 				}
 			}
-			if _, errno := q.do(encode(v, opFlush, node, fuse.FlushIn{Fh: fh}), 0); errno != 0 {
+			if _, errno := q.do(encode(v, kernel.OpFlush, node, fuse.FlushIn{Fh: fh}), 0); errno != 0 {
 				t.Errorf("flush: %v", errno)
 			}
 			got, err := os.ReadFile(filepath.Join(d.dir, "f"))
@@ -239,11 +240,11 @@ func TestGuestChangesDataMeanwhile(t *testing.T) {
 	})
 	for range 20 {
 		spans := pagesOf(128)
-		in := encode(v, opRead, node, fuse.ReadIn{Fh: fh, Size: uint32(spanSize(spans))})
+		in := encode(v, kernel.OpRead, node, fuse.ReadIn{Fh: fh, Size: uint32(spanSize(spans))})
 		if errno, n := q.doChain(in, nil, spans); errno != 0 || n != spanSize(spans) {
 			t.Fatalf("read: got %v, %d bytes", errno, n)
 		}
-		in = encode(v, opWrite, node, fuse.WriteIn{Fh: fh, Offset: 512 << 10, Size: uint32(spanSize(spans))})
+		in = encode(v, kernel.OpWrite, node, fuse.WriteIn{Fh: fh, Offset: 512 << 10, Size: uint32(spanSize(spans))})
 		if errno, _ := q.doChain(in, spans, []span{{chainReply + replySize, 8}}); errno != 0 {
 			t.Fatalf("write: %v", errno)
 		}
@@ -251,7 +252,7 @@ func TestGuestChangesDataMeanwhile(t *testing.T) {
 	stop.Store(true)
 	guest.Wait()
 	spans := []span{{dataBase, 512 << 10}}
-	in := encode(v, opRead, node, fuse.ReadIn{Fh: fh, Size: 512 << 10})
+	in := encode(v, kernel.OpRead, node, fuse.ReadIn{Fh: fh, Size: 512 << 10})
 	if errno, n := q.doChain(in, nil, spans); errno != 0 || !bytes.Equal(v.join(spans)[:n], content[:512<<10]) {
 		t.Errorf("read of other data: got %v, %d bytes, or wrong bytes", errno, n)
 	}

@@ -12,6 +12,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
@@ -36,7 +37,7 @@ func TestKillAtSteps(t *testing.T) {
 	v.mount()
 	q := v.queues[1]
 	q.create(1, "begin")
-	reply, errno := q.do(encode(v, opCreate, 1, fuse.CreateIn{Flags: appendFlags, Mode: 0o644}, "lines\x00"), 256)
+	reply, errno := q.do(encode(v, kernel.OpCreate, 1, fuse.CreateIn{Flags: appendFlags, Mode: 0o644}, "lines\x00"), 256)
 	lines := out[fuse.CreateOut](t, reply, errno)
 	want := ""
 	for i := 0; s.kills.Load() < int64(n) && !t.Failed(); i++ {
@@ -44,7 +45,7 @@ func TestKillAtSteps(t *testing.T) {
 		want += s.round(v, lines, i)
 		v.pause()
 	}
-	q.expect(0, encode(v, opFsync, lines.NodeId, fuse.FsyncIn{Fh: lines.Fh}))
+	q.expect(0, encode(v, kernel.OpFsync, lines.NodeId, fuse.FsyncIn{Fh: lines.Fh}))
 	got, err := os.ReadFile(filepath.Join(s.dir, "lines"))
 	kit.Must(t, err)
 	if string(got) != want {
@@ -59,22 +60,22 @@ const appendFlags = syscall.O_RDWR | syscall.O_APPEND
 func (s *keptShare) round(v *vmm, lines *fuse.CreateOut, i int) string {
 	t, q := s.t, v.queues[1+i%2]
 	dir := fmt.Sprintf("d%d\x00", i)
-	reply, errno := q.do(encode(v, opMkdir, 1, fuse.MkdirIn{Mode: 0o755}, dir), 256)
+	reply, errno := q.do(encode(v, kernel.OpMkdir, 1, fuse.MkdirIn{Mode: 0o755}, dir), 256)
 	made := out[fuse.EntryOut](t, reply, errno)
-	reply, errno = q.do(encode(v, opLookup, 1, fuse.InHeader{}, dir), 256)
+	reply, errno = q.do(encode(v, kernel.OpLookup, 1, fuse.InHeader{}, dir), 256)
 	if found := out[fuse.EntryOut](t, reply, errno); found.NodeId != made.NodeId {
 		t.Errorf("lookup of a new directory: got node %d, want %d", found.NodeId, made.NodeId)
 	}
 	// One of two references: the node must stay.
-	q.prepare(0, encode(v, opForget, made.NodeId, fuse.ForgetIn{Nlookup: 1}), 0)
+	q.prepare(0, encode(v, kernel.OpForget, made.NodeId, fuse.ForgetIn{Nlookup: 1}), 0)
 	q.offer(0)
 	if _, _, ok := q.used(); !ok {
 		t.Fatal("FORGET did not come back")
 	}
-	q.expect(0, encode(v, opGetAttr, made.NodeId, fuse.GetAttrIn{}))
-	q.expect(0, encode(v, opRmdir, 1, fuse.InHeader{}, dir))
+	q.expect(0, encode(v, kernel.OpGetAttr, made.NodeId, fuse.GetAttrIn{}))
+	q.expect(0, encode(v, kernel.OpRmdir, 1, fuse.InHeader{}, dir))
 	line := fmt.Sprintf("line %d\n", i)
-	q.expect(0, encode(v, opWrite, lines.NodeId, fuse.WriteIn{Fh: lines.Fh, Size: uint32(len(line)),
+	q.expect(0, encode(v, kernel.OpWrite, lines.NodeId, fuse.WriteIn{Fh: lines.Fh, Size: uint32(len(line)),
 		Flags: appendFlags}, line))
 	return line
 }
@@ -126,7 +127,7 @@ func TestDamagedRequestStopsQueue(t *testing.T) {
 	v := (&device{socket: s.order.Socket}).connect(t)
 	v.mount()
 	q, broken := v.queues[1], v.queues[2]
-	broken.prepare(1, encode(v, opLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
+	broken.prepare(1, encode(v, kernel.OpLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
 	broken.offer(2)
 	if _, errno := broken.lookup(1, "none"); errno != unix.ENOENT { // the one before is in progress
 		t.Fatalf("lookup: got %v, want ENOENT", errno)
@@ -139,7 +140,7 @@ func TestDamagedRequestStopsQueue(t *testing.T) {
 	if _, errno := q.lookup(1, "begin"); errno != 0 {
 		t.Errorf("lookup on the other queue: %v", errno)
 	}
-	broken.prepare(1, encode(v, opLookup, 1, fuse.InHeader{}, "begin\x00"), 256)
+	broken.prepare(1, encode(v, kernel.OpLookup, 1, fuse.InHeader{}, "begin\x00"), 256)
 	broken.offer(2) // slot 0 is for the other queue
 	if _, errno := q.lookup(1, "begin"); errno != 0 {
 		t.Errorf("second lookup on the other queue: %v", errno)

@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/server/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
@@ -46,25 +47,27 @@ type waitingFS struct {
 	gathered atomic.Int32 // WRITEs from several places of the guest's memory
 }
 
-func (f *waitingFS) ReadTo(c <-chan struct{}, in *fuse.ReadIn, place [][]byte) (int, fuse.ReadResult, fuse.Status) {
-	n, res, status := f.FS.ReadTo(c, in, place)
-	if place != nil && res == nil && status.Ok() {
+func (f *waitingFS) Read(r *kernel.Request, in *fuse.ReadIn, place [][]byte) (int, [][]byte, fuse.Status) {
+	n, data, status := f.FS.Read(r, in, place)
+	if place != nil && data == nil && status.Ok() {
 		f.placed.Add(1)
 	}
-	return n, res, status
+	return n, data, status
 }
 
-func (f *waitingFS) Writev(c <-chan struct{}, in *fuse.WriteIn, data [][]byte) (uint32, fuse.Status) {
-	f.gathered.Add(1)
-	return f.FS.Writev(c, in, data)
+func (f *waitingFS) Write(r *kernel.Request, in *fuse.WriteIn, data [][]byte) (uint32, fuse.Status) {
+	if len(data) > 1 {
+		f.gathered.Add(1)
+	}
+	return f.FS.Write(r, in, data)
 }
 
-func (f *waitingFS) Lookup(c <-chan struct{}, h *fuse.InHeader, name string, out *fuse.EntryOut) fuse.Status {
+func (f *waitingFS) Lookup(r *kernel.Request, name string, out *fuse.EntryOut) fuse.Status {
 	if name != "wait" {
-		return f.FS.Lookup(c, h, name, out)
+		return f.FS.Lookup(r, name, out)
 	}
 	f.waiting.Add(1)
-	<-c
+	<-r.Done()
 	return fuse.EINTR
 }
 
@@ -425,11 +428,11 @@ func (q *queue) reply(slot, size int) ([]byte, syscall.Errno) {
 }
 
 // encode encodes a request: a structure that begins with a fuse.InHeader, and data.
-func encode[T any](v *vmm, op uint32, node uint64, body T, data ...string) []byte {
+func encode[T any](v *vmm, op kernel.Op, node uint64, body T, data ...string) []byte {
 	b := append(bytes.Clone(bytesOf(&body)), strings.Join(data, "")...)
 	h := (*fuse.InHeader)(unsafe.Pointer(&b[0]))
 	v.unique++
-	h.Opcode, h.Unique, h.NodeId, h.Length, h.Pid = op, v.unique, node, uint32(len(b)), 1
+	h.Opcode, h.Unique, h.NodeId, h.Length, h.Pid = uint32(op), v.unique, node, uint32(len(b)), 1
 	return b
 }
 
@@ -449,14 +452,14 @@ func out[T any](t testing.TB, b []byte, errno syscall.Errno) *T {
 // mount begins a FUSE session.
 func (v *vmm) mount() *fuse.InitOut {
 	v.t.Helper()
-	b, errno := v.queues[1].do(encode(v, opInit, 0, fuse.InitIn{Major: 7, Minor: 39, MaxReadAhead: 1 << 20,
+	b, errno := v.queues[1].do(encode(v, kernel.OpInit, 0, fuse.InitIn{Major: 7, Minor: 39, MaxReadAhead: 1 << 20,
 		Flags: fuse.CAP_ASYNC_READ | fuse.CAP_BIG_WRITES | fuse.CAP_MAX_PAGES}), 256)
 	return out[fuse.InitOut](v.t, b, errno)
 }
 
 func (q *queue) lookup(dir uint64, name string) (*fuse.EntryOut, syscall.Errno) {
 	q.v.t.Helper()
-	b, errno := q.do(encode(q.v, opLookup, dir, fuse.InHeader{}, name, "\x00"), 256)
+	b, errno := q.do(encode(q.v, kernel.OpLookup, dir, fuse.InHeader{}, name, "\x00"), 256)
 	if errno != 0 {
 		return nil, errno
 	}
@@ -465,13 +468,15 @@ func (q *queue) lookup(dir uint64, name string) (*fuse.EntryOut, syscall.Errno) 
 
 func (q *queue) create(dir uint64, name string) *fuse.CreateOut {
 	q.v.t.Helper()
-	b, errno := q.do(encode(q.v, opCreate, dir, fuse.CreateIn{Flags: syscall.O_RDWR, Mode: 0o644}, name, "\x00"), 256)
+	in := fuse.CreateIn{Flags: syscall.O_RDWR, Mode: 0o644}
+	b, errno := q.do(encode(q.v, kernel.OpCreate, dir, in, name, "\x00"), 256)
 	return out[fuse.CreateOut](q.v.t, b, errno)
 }
 
 func (q *queue) write(fh, node, off uint64, data string) syscall.Errno {
 	q.v.t.Helper()
-	_, errno := q.do(encode(q.v, opWrite, node, fuse.WriteIn{Fh: fh, Offset: off, Size: uint32(len(data))}, data), 64)
+	in := fuse.WriteIn{Fh: fh, Offset: off, Size: uint32(len(data))}
+	_, errno := q.do(encode(q.v, kernel.OpWrite, node, in, data), 64)
 	return errno
 }
 

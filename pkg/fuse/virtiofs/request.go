@@ -23,6 +23,15 @@ var (
 // bytes of memory for its message.
 const maxIdle = 128
 
+const (
+	headerSize = int(unsafe.Sizeof(fuse.InHeader{}))
+	replySize  = int(unsafe.Sizeof(fuse.OutHeader{}))
+	writeSize  = int(unsafe.Sizeof(fuse.WriteIn{}))
+	// smallRequest is larger than any request without the data of a WRITE and without the name and
+	// the value of an extended attribute.
+	smallRequest = 1024
+)
+
 // A request is one FUSE request of the guest.
 type request struct {
 	c       *conn
@@ -35,19 +44,19 @@ type request struct {
 	msg    []byte                 // the request, in memory of this process
 	data   [][]byte               // of a WRITE, in the guest's memory
 	unique uint64                 // number that the guest gave
-	number uint64                 // number that this share gave, with the mark of kernel.MarkResent
-	index  int                    // guarded by conn.active
+	number uint64                 // number that this share gave
+	resent bool                   // an earlier process gave the number
 	size   int                    // bytes written to out
 
 	completed bool // the guest has the request back
 	received  ledger.Time
 
 	// Kept for later requests.
-	memory  []uint64     // for msg
-	place   [][]byte     // result of Place
-	begun   func()       // handle
-	call    *kernel.Call // of handler
-	handler *kernel.Handler
+	memory  []uint64 // for msg
+	place   [][]byte // result of Place
+	begun   func()   // handle
+	fuse    *kernel.Request
+	handler *kernel.Handler // of fuse
 }
 
 // newRequest returns a request that begins at a descriptor.
@@ -72,7 +81,7 @@ func (q *request) recycle() {
 	}
 	clear(q.place)
 	clear(q.data)
-	q.ring, q.mem, q.msg, q.size, q.completed = nil, nil, nil, 0, false
+	q.ring, q.mem, q.msg, q.size, q.resent, q.completed = nil, nil, nil, 0, false, false
 	q.in, q.out, q.place, q.data = q.in[:0], q.out[:0], q.place[:0], q.data[:0]
 	q.c.idle.Lock()
 	defer q.c.idle.Unlock()
@@ -83,12 +92,12 @@ func (q *request) recycle() {
 
 func (q *request) header() *fuse.InHeader { return (*fuse.InHeader)(unsafe.Pointer(&q.msg[0])) }
 
-// opcode returns the opcode, or 0 before the request was copied.
-func (q *request) opcode() uint32 {
+// op returns the operation, or 0 before the request was copied.
+func (q *request) op() kernel.Op {
 	if len(q.msg) < headerSize {
 		return 0
 	}
-	return (*fuse.InHeader)(unsafe.Pointer(&q.first)).Opcode
+	return kernel.Op((*fuse.InHeader)(unsafe.Pointer(&q.first)).Opcode)
 }
 
 // begin handles the request here or in a goroutine. An error is a violation.
@@ -98,7 +107,7 @@ func (q *request) begin() error {
 		q.end()
 		return err
 	}
-	if inline(q.opcode()) {
+	if inline(q.op()) {
 		q.handle()
 		return nil
 	}
@@ -110,18 +119,9 @@ func (q *request) begin() error {
 }
 
 // inline reports whether the goroutine of the ring handles a request.
-func inline(opcode uint32) bool {
-	switch opcode {
-	case opForget, opBatchForget, opInterrupt, opInit, opDestroy:
-		return true
-	}
-	return false
-}
-
-// repliesLarge reports whether a reply has a variable part that this process makes in its memory.
-func repliesLarge(opcode uint32) bool {
-	switch opcode {
-	case opReadDir, opReadDirPlus, opGetXAttr, opListXAttr:
+func inline(op kernel.Op) bool {
+	switch op {
+	case kernel.OpForget, kernel.OpBatchForget, kernel.OpInterrupt, kernel.OpInit, kernel.OpDestroy:
 		return true
 	}
 	return false
@@ -129,7 +129,7 @@ func repliesLarge(opcode uint32) bool {
 
 // copyHeader copies the header, so that begin knows the request. handle copies the rest.
 func (q *request) copyHeader() error {
-	if n, most := sizeOf(q.in), headerSize+smallReply+q.c.s.opts.MaxWrite; n < headerSize || n > most {
+	if n, most := sizeOf(q.in), headerSize+smallRequest+q.c.s.opts.MaxWrite; n < headerSize || n > most {
 		return fmt.Errorf("request of %d bytes, want %d to %d", n, headerSize, most)
 	}
 	q.msg = bytesOfWords(q.first[:])
@@ -144,7 +144,7 @@ func (q *request) copyHeader() error {
 // room returns n bytes for the message.
 func (q *request) room(n int) []byte {
 	if words := (n + 7) / 8; words > len(q.memory) {
-		q.memory = make([]uint64, max(words, smallReply/8))
+		q.memory = make([]uint64, max(words, smallRequest/8))
 	}
 	return bytesOfWords(q.memory)[:n]
 }
@@ -158,23 +158,23 @@ func (q *request) handle() {
 	defer q.end()
 	defer func() {
 		if v := recover(); v != nil {
-			q.c.s.log.Error("panic in a request of the guest", "queue", q.ring.index, "opcode", q.opcode(), "panic", v,
+			q.c.s.log.Error("panic in a request of the guest", "queue", q.ring.index, "operation", q.op(), "panic", v,
 				"stack", string(debug.Stack()))
-			q.call, q.handler = nil, nil // their state is unknown
+			q.fuse, q.handler = nil, nil // their state is unknown
 			q.fail(syscall.EIO)
 		}
 	}()
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true)) // see cannotFault
 	size, room := sizeOf(q.in), sizeOf(q.out)
 	copied := size
-	if h := q.header(); h.Opcode == opWrite && h.TotalExtlen == 0 && size > writeSize {
+	if h := q.header(); q.op() == kernel.OpWrite && h.TotalExtlen == 0 && size > writeSize {
 		if q.data = q.mem.appendPieces(q.data, q.in, writeSize, size-writeSize); len(q.data) > 0 {
 			copied = writeSize
 		}
 	}
 	small := q.memory
-	switch op := q.opcode(); {
-	case copied <= largeRequest && (room <= largeRequest || !repliesLarge(op)):
+	switch op := q.op(); {
+	case copied <= largeRequest && (room <= largeRequest || !op.RepliesData()):
 	case inline(op): // the end of the connection waits for the goroutine of the ring
 		q.memory = nil
 		defer func() { q.memory = small }()
@@ -195,24 +195,17 @@ func (q *request) handle() {
 	h.Unique = q.number
 	h.Pid = 0 // of the guest, where this process cannot see the thread
 	h.Length = uint32(size)
-	if errno := check(q.msg, size, room, q.c.s.opts.MaxWrite); errno != 0 {
-		q.fail(errno)
-		return
-	}
-	if q.c.s.ro && changes(q.msg) {
-		q.fail(syscall.EROFS)
-		return
-	}
-	switch h.Opcode {
-	case opInit:
+	switch q.op() {
+	case kernel.OpInit:
 		q.c.beginSession(q)
-	case opDestroy:
+	case kernel.OpDestroy:
 		q.c.endSession()
 		q.fail(0)
-	case opInterrupt:
-		unique := (*fuse.InterruptIn)(unsafe.Pointer(&q.msg[0])).Unique
-		q.c.interruptAll(func(other *request) bool { return other.unique == unique })
-	case opForget, opBatchForget:
+	case kernel.OpInterrupt:
+		if in := (*fuse.InterruptIn)(unsafe.Pointer(h)); size >= int(unsafe.Sizeof(*in)) {
+			q.c.interruptAll(func(other *request) bool { return other.unique == in.Unique })
+		}
+	case kernel.OpForget, kernel.OpBatchForget:
 		// The next process must not handle it again. If this one is killed here, the references
 		// stay until the end of the session.
 		q.complete()
@@ -232,34 +225,14 @@ func (q *request) dispatch() {
 		q.fail(syscall.ENOTCONN)
 		return
 	}
-	c.addActive(q)
-	defer c.removeActive(q)
 	if q.handler != handler {
-		q.handler, q.call = handler, handler.NewCall(q)
+		q.handler, q.fuse = handler, handler.NewRequest(q)
 	}
-	if len(q.data) > 0 {
-		q.call.HandleWrite(q.msg, q.data, q.received)
-		return
-	}
-	q.call.Handle(q.msg, q.received)
+	q.fuse.Handle(kernel.Message{In: q.msg, Data: q.data, Received: q.received, Resent: q.resent})
 }
 
-func (c *conn) addActive(q *request) {
-	c.active.Lock()
-	defer c.active.Unlock()
-	q.index = len(c.active.requests)
-	c.active.requests = append(c.active.requests, q)
-}
-
-func (c *conn) removeActive(q *request) {
-	c.active.Lock()
-	defer c.active.Unlock()
-	last := len(c.active.requests) - 1
-	moved := c.active.requests[last]
-	c.active.requests[q.index], moved.index = moved, q.index
-	c.active.requests[last] = nil
-	c.active.requests = c.active.requests[:last]
-}
+// Room returns the size of the guest's memory for the reply.
+func (q *request) Room() int { return sizeOf(q.out) }
 
 // Place returns the guest's memory for n bytes after the header, if it cannot fault.
 func (q *request) Place(n int) [][]byte {
@@ -272,22 +245,15 @@ func (q *request) Place(n int) [][]byte {
 	return q.place
 }
 
-// SendPlaced is Send for data that is in the guest's memory.
-func (q *request) SendPlaced(header []byte, n int) { q.send(header, nil, n) }
-
-// Send copies a reply to the guest's memory.
-func (q *request) Send(head []byte, data [][]byte) { q.send(head, data, 0) }
-
-// send replies. placed is the number of bytes of the reply that are in the guest's memory, behind
-// the header.
-func (q *request) send(head []byte, data [][]byte, placed int) {
+// Send copies a reply to the guest's memory, except for the data in the memory of Place.
+func (q *request) Send(head []byte, data [][]byte, placed int) {
 	binary.LittleEndian.PutUint64(head[8:], q.unique)
 	n := len(head) + placed
 	for _, d := range data {
 		n += len(d)
 	}
 	if n > sizeOf(q.out) {
-		q.c.s.log.Debug("reply does not fit into the guest's buffers", "opcode", q.opcode(), "size", n)
+		q.c.s.log.Debug("reply does not fit into the guest's buffers", "operation", q.op(), "size", n)
 		q.fail(syscall.EIO)
 		return
 	}
@@ -307,7 +273,7 @@ func (q *request) fail(errno syscall.Errno) {
 	var b [replySize]byte
 	binary.LittleEndian.PutUint32(b[:], uint32(replySize))
 	binary.LittleEndian.PutUint32(b[4:], uint32(-int32(errno)))
-	q.Send(b[:], nil)
+	q.Send(b[:], nil, 0)
 }
 
 // complete gives the request back to the guest, once.
@@ -346,7 +312,7 @@ func (c *conn) beginSession(q *request) {
 			c.handler.Store(handler)
 		}
 		if len(reply) > 0 {
-			q.Send(reply, nil)
+			q.Send(reply, nil, 0)
 		}
 	})
 }
@@ -382,19 +348,8 @@ func (c *conn) exclusive(f func()) {
 
 // interruptAll interrupts requests in progress.
 func (c *conn) interruptAll(which func(*request) bool) {
-	handler := c.handler.Load()
-	if handler == nil {
-		return
-	}
-	c.active.Lock()
-	var numbers []uint64
-	for _, q := range c.active.requests {
-		if which(q) {
-			numbers = append(numbers, q.number)
-		}
-	}
-	c.active.Unlock()
-	for _, number := range numbers {
-		handler.Interrupt(number) // an error means that the request has ended
-	}
+	c.s.fs.Requests().Interrupt(func(r *kernel.Request) bool {
+		q, ok := r.Transport().(*request)
+		return ok && q.c == c && which(q)
+	})
 }

@@ -8,7 +8,6 @@ import (
 	"os"
 	"slices"
 
-	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
@@ -77,7 +76,7 @@ func (s *Server) resumeConn() error {
 	}
 	numbers := make([]uint64, len(requests))
 	for i, q := range requests {
-		numbers[i] = kernel.Unique(&fuse.InHeader{Unique: q.number})
+		numbers[i] = q.number
 	}
 	s.fs.Resume(numbers)
 	if c.handler.Load() == nil {
@@ -180,8 +179,8 @@ func (c *conn) repeat(requests []*request) {
 
 // settle tells the file system that a request of an earlier process has ended.
 func (q *request) settle() {
-	if h := (fuse.InHeader{Unique: q.number}); kernel.Resent(&h) {
-		q.c.s.fs.Replied(kernel.Unique(&h), q.received)
+	if q.resent {
+		q.c.s.fs.Repeated(q.number)
 	}
 }
 
@@ -241,14 +240,12 @@ func (r *ring) pending() (requests []*request) {
 		if number == 0 {
 			continue
 		}
-		h := fuse.InHeader{Unique: number}
-		kernel.MarkResent(&h)
 		if head >= r.size || r.desc == nil {
 			r.progress.store(head, 0) // the VMM has changed the queue meanwhile
 			continue
 		}
 		q := r.c.newRequest(r, uint16(head))
-		q.number = h.Unique
+		q.number, q.resent = number, true
 		if err := r.readChain(q); err != nil {
 			r.c.s.log.Error("the guest has changed a request in progress", "queue", r.index, "error", err)
 			q.in, q.out = nil, nil // begin ends it

@@ -8,7 +8,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/hanwen/go-fuse/v2/fuse"
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
@@ -25,18 +24,17 @@ type FileSystem interface {
 	// next session must not use their numbers for other nodes and files.
 	EndSession()
 	// Resume is called before the requests of an earlier process are handled again, if the Server
-	// has a State of OpenState. pending are their numbers, as kernel.Unique. Replied is called for
-	// each of them.
+	// has a State of OpenState. pending are their numbers, as kernel.Request.Unique. Repeated is
+	// called when one of them has ended, also if it could not be handled.
 	Resume(pending []uint64)
+	Repeated(unique uint64)
 }
 
 // A Config configures a Server.
 type Config struct {
 	Socket  string // path
 	FS      FileSystem
-	Options *fuse.MountOptions // those of kernel.NewHandler
-	// ReadOnly refuses requests that change the file system, with EROFS.
-	ReadOnly bool
+	Options kernel.Options
 	// State is what the next process needs to continue the share. The file system must have a state
 	// that lives as long. nil: the share ends with this process.
 	State *State
@@ -46,8 +44,7 @@ type Config struct {
 // A Server serves a file system to one VMM at a time. Its methods are safe for concurrent use.
 type Server struct {
 	fs      FileSystem
-	opts    *fuse.MountOptions
-	ro      bool
+	opts    kernel.Options
 	log     hclog.Logger
 	state   *State
 	last    atomic.Uint64  // number of the last request
@@ -68,7 +65,7 @@ func Listen(c Config) (_ *Server, err error) {
 	if !littleEndian() {
 		return nil, errors.New("virtiofs: big-endian hosts are not supported")
 	}
-	s := &Server{fs: checkedFS{c.FS}, opts: c.Options, ro: c.ReadOnly, log: c.Log, state: c.State,
+	s := &Server{fs: c.FS, opts: c.Options, log: c.Log, state: c.State,
 		done: make(chan struct{})}
 	if s.state == nil {
 		if s.state, err = NewState(); err != nil {

@@ -3,9 +3,9 @@
 // # Operation
 //
 // An [Operation] is one FUSE request with its RPCs, or one RPC that belongs to no request.
-// [Exporter.Sample] decides at the start of an operation whether it is sampled. The owner of a
-// sampled operation adds its ended RPCs, and passes it to [Exporter.Export] at the end. One
-// goroutine, [Exporter.run], makes spans of the operations and sends the spans in batches.
+// [Exporter.Sample] decides before the first RPC of an operation is added whether it is sampled.
+// The owner of a sampled operation adds its ended RPCs, and passes it to [Exporter.Export] at the
+// end. One goroutine, [Exporter.run], makes spans of the operations and sends the spans in batches.
 //
 //	Sample  -> AddCall ... -> Export -> queue (bounded) -> run: spans -> batch -> POST /v1/traces
 //	  nil: not sampled                  full: drop                              error: drop
