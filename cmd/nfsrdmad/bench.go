@@ -14,7 +14,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/bench"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/mountpoint"
 )
 
 const benchHelp = `Measure the file system of a directory with plain system calls: sequential
@@ -123,7 +123,7 @@ func (f *benchFlags) run(cmd *cobra.Command, c *commonFlags, dir string) (err er
 // mountDaemon returns the process of the daemon that serves m. If the process is not known, note
 // tells why.
 func mountDaemon(ctx context.Context, socket string, m bench.Mount) (pid int, note string) {
-	if m.Type != "fuse."+vfs.Subtype {
+	if m.Type != mountpoint.FSType {
 		return 0, "none; " + m.Dir + " is no nfsrdma mount"
 	}
 	client := control.NewClient(socket)

@@ -18,9 +18,9 @@ const module = "github.com/nfsrdmad/nfsrdmad/"
 var allowed = []struct{ pkg, imports string }{
 	{"cmd/nfsrdmad", "internal/bench internal/demo internal/screen internal/server/nfsserve " +
 		"internal/server/svcrdma internal/statview pkg/control pkg/csi pkg/daemon pkg/doctor pkg/fuse/kernel " +
-		"pkg/keep/fdstore pkg/mount pkg/verbs/softiwarp pkg/vfs"},
-	{"internal/demo", "internal/screen internal/server/nfsserve pkg/control pkg/daemon pkg/mount " +
-		"pkg/verbs/softiwarp pkg/vfs"},
+		"pkg/fuse/mountpoint pkg/keep/fdstore pkg/mount pkg/verbs/softiwarp"},
+	{"internal/demo", "internal/screen internal/server/nfsserve pkg/control pkg/daemon pkg/fuse/mountpoint " +
+		"pkg/mount pkg/verbs/softiwarp"},
 	{"pkg/csi", "pkg/control pkg/mount"},
 	{"test/lab/beside/program", "pkg/control pkg/daemon test/differential"},
 	{"test/differential", "pkg/nfs/nfsacl"},
@@ -28,11 +28,12 @@ var allowed = []struct{ pkg, imports string }{
 		"pkg/observe/stats"},
 	{"pkg/doctor", "pkg/control pkg/membuf pkg/mount pkg/nfs/mountd pkg/nfs/nfs3 pkg/observe/trace pkg/sunrpc " +
 		"pkg/sunrpc/rpctcp pkg/verbs pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
-	{"pkg/mount", "internal/pace internal/running pkg/control pkg/fuse/kernel pkg/fuse/virtiofs pkg/keep/fdstore " +
-		"pkg/keep/slotfile pkg/membuf pkg/metrics pkg/nfs/mountd pkg/nfs/nfs3 pkg/nfs/nfsacl pkg/nfs/nlm " +
-		"pkg/observe/ledger pkg/observe/otlp pkg/observe/stats pkg/observe/trace pkg/sunrpc pkg/verbs " +
-		"pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/vfs pkg/vfs/data pkg/xprt"},
-	{"test/kit/mounts", "pkg/nfs/nfs3 pkg/sunrpc pkg/vfs test/kit test/kit/ganesha"},
+	{"pkg/mount", "internal/pace internal/running pkg/control pkg/fuse/kernel pkg/fuse/mountpoint " +
+		"pkg/fuse/virtiofs pkg/keep/fdstore pkg/keep/slotfile pkg/membuf pkg/metrics pkg/nfs/mountd pkg/nfs/nfs3 " +
+		"pkg/nfs/nfsacl pkg/nfs/nlm pkg/observe/ledger pkg/observe/otlp pkg/observe/stats pkg/observe/trace " +
+		"pkg/sunrpc pkg/verbs pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/vfs pkg/vfs/data " +
+		"pkg/xprt"},
+	{"test/kit/mounts", "pkg/fuse/mountpoint pkg/nfs/nfs3 pkg/sunrpc pkg/vfs test/kit test/kit/ganesha"},
 	{"test/kit/ganesha", "pkg/nfs/mountd pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp test/kit"},
 	{"test/kit/server", "internal/server/nfsserve pkg/verbs/softiwarp"},
 	{"internal/server/nfsserve", "internal/fair internal/resvport internal/server/nfsd internal/server/svcrdma " +
@@ -45,8 +46,9 @@ var allowed = []struct{ pkg, imports string }{
 		"pkg/nfs/nlm pkg/sunrpc"},
 	{"internal/server/nlmd", "internal/fair pkg/nfs/nfs3 pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc"},
 	{"internal/server/svcrdma", "internal/fair pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
-	{"pkg/vfs", "internal/fair internal/pace pkg/fuse/kernel pkg/keep/slotfile pkg/membuf pkg/nfs pkg/nfs/nfsacl " +
-		"pkg/nfs/nlm pkg/nfs/rangelock pkg/observe/stats pkg/sunrpc pkg/vfs/attr pkg/vfs/data pkg/vfs/name"},
+	{"pkg/vfs", "internal/fair internal/pace pkg/fuse/kernel pkg/fuse/mountpoint pkg/keep/slotfile pkg/membuf " +
+		"pkg/nfs pkg/nfs/nfsacl pkg/nfs/nlm pkg/nfs/rangelock pkg/observe/stats pkg/sunrpc pkg/vfs/attr " +
+		"pkg/vfs/data pkg/vfs/name"},
 	{"pkg/fuse/virtiofs", "pkg/fuse/kernel pkg/keep/slotfile pkg/observe/ledger"},
 	{"pkg/nfs/nlm", "internal/fair internal/pace internal/resvport internal/running pkg/keep/slotfile " +
 		"pkg/nfs/mountd pkg/nfs/nfs3 pkg/nfs/rangelock pkg/observe/stats pkg/sunrpc pkg/sunrpc/rpctcp"},
@@ -111,6 +113,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"test/restart", ""},
 	{"test/scale", ""},
 	{"pkg/observe/otlp", "pkg/control pkg/observe/ledger pkg/observe/stats"},
+	{"pkg/fuse/mountpoint", "pkg/fuse/kernel"},
 }
 
 // isTest reports whether a package is for tests only.

@@ -19,9 +19,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/server/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/mountpoint"
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
-	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 )
 
 // DefaultMaxFiles is the number of files that the demo copies by default. A server with a slow disk
@@ -157,7 +157,7 @@ func (s *site) mount(ctx context.Context) error {
 	}
 	info, err := s.client.Mount(ctx, control.MountRequest{Spec: "127.0.0.1:" + exportPath, Dir: s.dir, Options: opts})
 	if err == nil {
-		vfs.DisablePoll(s.dir) // the demo uses a mount that it serves itself
+		mountpoint.DisablePoll(s.dir) // the demo uses a mount that it serves itself
 		s.out.Line("mounted    %s on %s", info.Spec, info.Dir)
 	}
 	return err

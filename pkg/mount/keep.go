@@ -13,6 +13,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/mountpoint"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/virtiofs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/fdstore"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
@@ -276,7 +277,7 @@ func (l *leftMount) open(ctx context.Context, common *shared) (err error) {
 	k := &keeper{store: common.store, helper: common.helper, id: l.id, mounted: true}
 	if k.state, err = openLocked(ctx, l.stateFile, vfs.OpenState); err != nil {
 		if l.fuseFile != nil {
-			l.Dir = vfs.MountPointOf(l.fuseFile)
+			l.Dir = mountpoint.Of(l.fuseFile)
 		} else {
 			l.Dir = virtiofs.SocketOf(l.guestFile)
 		}

@@ -16,7 +16,7 @@ import (
 	"github.com/moby/sys/mountinfo"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/mountpoint"
 )
 
 const (
@@ -30,7 +30,7 @@ const (
 )
 
 // FSType is the type of the mounts of a daemon in the mount table.
-const FSType = "fuse." + vfs.Subtype
+const FSType = mountpoint.FSType
 
 // CheckPrivilege returns an error if this process cannot mount: if it lacks CAP_SYS_ADMIN or
 // /dev/fuse.
@@ -127,7 +127,7 @@ func OpenAutomount(ctx context.Context, dir string) (*os.File, error) {
 // there. The caller closes the result. CheckMountPoint does not access a file system that is
 // mounted at the directory, which may hang. If autofs is mounted there, CheckMountPoint uses
 // r.DirFD.
-func CheckMountPoint(ctx context.Context, r control.MountRequest) (*vfs.MountPoint, error) {
+func CheckMountPoint(ctx context.Context, r control.MountRequest) (*mountpoint.Point, error) {
 	clean, err := ResolveMountPoint(ctx, r.Dir)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
@@ -146,8 +146,8 @@ func CheckMountPoint(ctx context.Context, r control.MountRequest) (*vfs.MountPoi
 	} else if err := mountedError(clean, fsType); err != nil {
 		return nil, err
 	}
-	p, err := bounded(ctx, func() (*vfs.MountPoint, error) { return vfs.OpenMountPoint(path) },
-		(*vfs.MountPoint).Close)
+	p, err := bounded(ctx, func() (*mountpoint.Point, error) { return mountpoint.Open(path) },
+		(*mountpoint.Point).Close)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return nil, control.Errorf(control.CodeMount, "mount point %s does not exist; create it with mkdir", clean)

@@ -21,6 +21,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/mountpoint"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
@@ -272,10 +273,10 @@ func (s *mountStack) keepConnection(log hclog.Logger) func(*kernel.Device, *os.F
 
 func (s *mountStack) mountOptions(log hclog.Logger) vfs.MountOptions {
 	return vfs.MountOptions{
-		FsName: s.spec.String(), ReadOnly: s.opts.ReadOnly, SkipDisablePoll: true,
-		Suid: !s.kernelFlag("nosuid"), Dev: !s.kernelFlag("nodev"), NoExec: s.kernelFlag("noexec"),
-		NoAtime: s.kernelFlag("noatime"), NoDirAtime: s.kernelFlag("nodiratime"),
-		StrictAtime: s.kernelFlag("strictatime"), Mounted: s.keepConnection(log),
+		Options: mountpoint.Options{Source: s.spec.String(), ReadOnly: s.opts.ReadOnly, Suid: !s.kernelFlag("nosuid"),
+			Dev: !s.kernelFlag("nodev"), NoExec: s.kernelFlag("noexec"), NoAtime: s.kernelFlag("noatime"),
+			NoDirAtime: s.kernelFlag("nodiratime"), StrictAtime: s.kernelFlag("strictatime")},
+		SkipDisablePoll: true, Mounted: s.keepConnection(log),
 		Logger: log.StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Debug}),
 	}
 }

@@ -12,13 +12,13 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/mountpoint"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/fdstore"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/observe/otlp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/observe/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
-	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
@@ -58,8 +58,8 @@ type mountInstance interface {
 // A plan is a parsed and checked control.MountRequest.
 type plan struct {
 	spec Spec
-	dir  string          // without symbolic links
-	at   *vfs.MountPoint // dir, open until the mount is built; nil with virtiofs
+	dir  string            // without symbolic links
+	at   *mountpoint.Point // dir, open until the mount is built; nil with virtiofs
 	opts Options
 	// virtiofs: dir is the path of a socket for a virtual machine
 	virtiofs bool

@@ -103,5 +103,5 @@ func (s *Server) watchBusyReads() {
 	b := &s.fs.busyReads
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.apply = func(n int) { s.control("max_background", strconv.Itoa(n)) }
+	b.apply = func(n int) { s.mount.Control("max_background", strconv.Itoa(n)) }
 }

@@ -9,9 +9,6 @@
 //
 //	fs.go         FS, Options, New, Close
 //	mount.go      Mount and Server
-//	unmount.go    unmount, abort, and mount points that other programs detached
-//	mountpoint.go the mount point as a descriptor, fsopen(2), mount(2)
-//	device.go     device numbers, the mount table, poll(2)
 //	request.go    what the FS keeps with a kernel.Request: the credential, the record, the target of a READ
 //	cred.go       uid, gid and groups of the calling process as AUTH_SYS (RFC 5531 appendix A)
 //	inode.go      the inode table: node number, file handle, lookup count
@@ -100,7 +97,6 @@
 // FS.handles each guard one table. Code that may panic unlocks with defer.
 //
 // dirHandle.mu serializes the reads of one open directory. No other lock is held during an RPC.
-// Server.mu is held during umount(2), which may wait for the server. Only unmounts take Server.mu.
 //
 // Lock the locks of data.File before FS.handles and attr.State, and inodeTable.mu and FS.handles before
 // attr.State and name.Dir. Take each other lock alone.

@@ -185,8 +185,8 @@ func (e *export) mount(t testing.TB, cfg mountConfig) *testMount {
 	if err := os.Chmod(filepath.Dir(dir), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if cfg.mount.FsName == "" {
-		cfg.mount.FsName = "127.0.0.1:" + e.dir
+	if cfg.mount.Source == "" {
+		cfg.mount.Source = "127.0.0.1:" + e.dir
 	}
 	srv, err := Mount(dir, fs, cfg.mount)
 	if err != nil {

@@ -5,8 +5,6 @@ import (
 	"fmt"
 	"log"
 	"os"
-	"strconv"
-	"sync"
 	"syscall"
 	"time"
 
@@ -14,10 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/mountpoint"
 )
-
-// Subtype makes the mount's type in /proc/mounts "fuse.nfsrdma".
-const Subtype = "nfsrdma"
 
 // maxBackground bounds the kernel's read-ahead and direct requests in flight.
 const maxBackground = 64
@@ -27,22 +23,9 @@ const maxBackground = 64
 // the kernel copies the data of a reply.
 const readAheadRequests = 2
 
-// disablePollTimeout bounds DisablePoll. Only programs that use their own mounts need DisablePoll,
-// so a mount does not fail without it.
-const disablePollTimeout = 5 * time.Second
-
 // MountOptions configures the mount of an FS.
 type MountOptions struct {
-	// FsName is the source shown in /proc/mounts: "host:/export".
-	FsName string
-	// ReadOnly makes the mount read-only.
-	ReadOnly bool
-	// Suid allows set-user-ID and set-group-ID programs on the mount, and Dev allows device files.
-	// NoExec forbids running programs from the mount.
-	Suid, Dev, NoExec bool
-	// NoAtime, NoDirAtime and StrictAtime are the flags of mount(8) with these names. The server
-	// updates access times, so they only change what mount tables show.
-	NoAtime, NoDirAtime, StrictAtime bool
+	mountpoint.Options
 	// SkipDisablePoll makes Mount skip DisablePoll. Set SkipDisablePoll when this process opens no
 	// file on the mount, or calls DisablePoll first. Mount then makes no system call on the new
 	// mount. A process that is killed during such a call waits for its own reply forever: the
@@ -62,19 +45,15 @@ type MountOptions struct {
 // A Server is one mounted FS. The methods of a Server are safe for concurrent use.
 type Server struct {
 	fs     *FS
-	dir    string // without symbolic links
-	dev    device // of the mounted file system
+	mount  *mountpoint.Mount
 	device *kernel.Device
 	conn   *kernel.DevFuse
 	done   chan struct{} // closed when all requests have ended and the mount point is free
-
-	mu    sync.Mutex // held during umount(2)
-	state mountState // guarded by mu
 }
 
 // Mount is MountAt for the directory dir.
 func Mount(dir string, fs *FS, opts MountOptions) (*Server, error) {
-	p, err := OpenMountPoint(dir)
+	p, err := mountpoint.Open(dir)
 	if err != nil {
 		return nil, fmt.Errorf("mount %s: %w", dir, err)
 	}
@@ -85,10 +64,10 @@ func Mount(dir string, fs *FS, opts MountOptions) (*Server, error) {
 // MountAt mounts fs on p, which requires CAP_SYS_ADMIN, and serves it until it is unmounted. The
 // caller closes p afterwards. All users can access the mount with their own permissions. An FS can
 // be mounted only once.
-func MountAt(p *MountPoint, fs *FS, opts MountOptions) (*Server, error) {
+func MountAt(p *mountpoint.Point, fs *FS, opts MountOptions) (*Server, error) {
 	abs := p.Path()
 	maxWrite := min(fs.buffers.Size(), MaxIOSize)
-	s := &Server{fs: fs, dir: abs, done: make(chan struct{})}
+	s := &Server{fs: fs, done: make(chan struct{})}
 	var err error
 	if s.device, err = kernel.OpenDevice(); err != nil {
 		return nil, mountError(abs, err)
@@ -100,16 +79,18 @@ func MountAt(p *MountPoint, fs *FS, opts MountOptions) (*Server, error) {
 	s.use()
 	go s.serve()
 	if !opts.SkipDisablePoll {
-		DisablePoll(abs)
+		mountpoint.DisablePoll(abs)
 	}
-	s.tune(maxWrite)
+	// The kernel's default of 128 KiB would bound every buffered read.
+	s.mount.SetReadAhead(readAheadRequests * maxWrite)
 	return s, nil
 }
 
 // use lets the FS use the connection.
 func (s *Server) use() {
 	s.fs.limitWriteback(s.conn.Init())
-	s.fs.mountDir.Store(&s.dir)
+	dir := s.mount.Dir()
+	s.fs.mountDir.Store(&dir)
 	s.watchBusyReads()
 	s.fs.expireOnly.Store(s.conn.Kernel().Flags64()&fuse.CAP_HAS_EXPIRE_ONLY != 0)
 	s.fs.device.Store(s.device)
@@ -120,7 +101,8 @@ func (s *Server) use() {
 // also when it returns an error.
 func Resume(dir string, dev *kernel.Device, mem *os.File, fs *FS, opts MountOptions) (_ *Server, err error) {
 	r := &fs.state.mu.mount
-	s := &Server{fs: fs, dir: dir, device: dev, dev: device{r.major, r.minor}, done: make(chan struct{})}
+	mount := mountpoint.Existing(dir, mountpoint.Device{Major: r.major, Minor: r.minor}, dev)
+	s := &Server{fs: fs, mount: mount, device: dev, done: make(chan struct{})}
 	protocol, init := s.options(&opts, r.acl == 1), r.init[:r.initLen]
 	if s.conn, err = kernel.Resume(dev, fs, protocol, init, mem); err != nil {
 		_ = dev.Close()
@@ -136,50 +118,23 @@ func Resume(dir string, dev *kernel.Device, mem *os.File, fs *FS, opts MountOpti
 // server is lost.
 func Discard(dir string, dev *kernel.Device, state *State) error {
 	r := &state.mu.mount
-	s := &Server{dir: dir, device: dev, dev: device{r.major, r.minor}}
-	_, err := s.umount(unix.MNT_DETACH)
-	s.abortConnection()
+	m := mountpoint.Existing(dir, mountpoint.Device{Major: r.major, Minor: r.minor}, dev)
+	_, err := m.Unmount(unix.MNT_DETACH)
+	m.Abort()
 	return errors.Join(err, dev.Close())
 }
 
-// DisablePoll informs the kernel that files on the mount at dir do not support poll(2). A
-// process that serves a mount and also opens files on it must call DisablePoll first. DisablePoll
-// returns after 5 seconds at most, even if the server does not answer.
-func DisablePoll(dir string) {
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		disablePoll(dir)
-	}()
-	select {
-	case <-done:
-	case <-time.After(disablePollTimeout):
-		// The kernel first requests the root's attributes, and the server does not answer.
-	}
-}
-
 // start mounts the file system and negotiates the FUSE protocol with the kernel.
-func (s *Server) start(p *MountPoint, opts *MountOptions, maxWrite int) (err error) {
-	if closed := s.device.Use(func(fd int) { s.dev, err = p.mount(fd, opts, maxWrite) }); closed != nil {
-		err = closed
-	}
-	if err != nil {
+func (s *Server) start(p *mountpoint.Point, opts *MountOptions, maxWrite int) (err error) {
+	if s.mount, err = mountpoint.New(p, s.device, &opts.Options, maxWrite); err != nil {
 		return err
-	}
-	switch there, err := mountedAt(s.dir, s.dev); {
-	case err != nil:
-		_ = p.detach(s.dev)
-		return fmt.Errorf("read mount table: %w", err)
-	case !there:
-		_ = p.detach(s.dev)
-		return errors.New("directory was moved during the mount; try again")
 	}
 	protocol := s.options(opts, s.fs.acl != nil)
 	if s.conn, err = kernel.NewDevFuse(s.device, s.fs, protocol); err == nil {
 		err = s.keep(opts)
 	}
 	if err != nil {
-		_ = s.detach(unix.MNT_DETACH)
+		_, _ = s.mount.Unmount(unix.MNT_DETACH)
 	}
 	return err
 }
@@ -195,7 +150,7 @@ func (s *Server) keep(opts *MountOptions) error {
 			return err
 		}
 	}
-	if err := s.fs.state.setMounted(s.dev, s.conn.Init(), s.fs.acl != nil); err != nil {
+	if err := s.fs.state.setMounted(s.mount.Device(), s.conn.Init(), s.fs.acl != nil); err != nil {
 		return err
 	}
 	if opts.Mounted == nil {
@@ -235,7 +190,7 @@ func (s *Server) serve() {
 	defer close(s.done)
 	s.conn.Serve()
 	_ = s.device.Close()
-	_, _ = s.umount(unix.MNT_DETACH) // callers of Unmount get the error
+	_, _ = s.mount.Unmount(unix.MNT_DETACH) // callers of Unmount get the error
 }
 
 // capabilities returns the capabilities of the kernel's FUSE client that the file system uses. On
@@ -284,13 +239,61 @@ func mountError(dir string, err error) error {
 	return fmt.Errorf("mount %s: %w", dir, err)
 }
 
-// tune raises the kernel's read-ahead to readAheadRequests. The reply to INIT can only lower it.
-// The default of 128 KiB would bound every buffered read. Where /sys is read-only, reads are
-// smaller but correct.
-func (s *Server) tune(maxRead int) {
-	path := fmt.Sprintf("/sys/class/bdi/%d:%d/read_ahead_kb", s.dev.major, s.dev.minor)
-	_ = os.WriteFile(path, []byte(strconv.Itoa(readAheadRequests*maxRead>>10)), 0)
+// Dir returns the absolute path of the mount point, without symbolic links.
+func (s *Server) Dir() string { return s.mount.Dir() }
+
+// disconnectTimeout is how long an unmount waits for the kernel to end the connection. The kernel
+// ends it at once unless another mount namespace (of a container or service) has a copy of the
+// mount.
+const disconnectTimeout = 2 * time.Second
+
+// Unmount unmounts the file system and waits for the last request. Unmount returns EBUSY while
+// files are open, even if another program has already detached the mount. Unmount also returns
+// EBUSY when another file system is mounted over this one. Copies of the mount in other mount
+// namespaces end too. After success this file system is not mounted on Dir. Mounts of other
+// programs on Dir stay.
+func (s *Server) Unmount() error {
+	state, err := s.mount.Unmount(0)
+	if err != nil {
+		return err
+	}
+	select {
+	case <-s.done:
+		return nil
+	case <-time.After(disconnectTimeout):
+	}
+	if state < mountpoint.Unmounted {
+		return fmt.Errorf("umount %s: %w: the mount is detached but still has open files", s.mount.Dir(), syscall.EBUSY)
+	}
+	s.mount.Abort()
+	<-s.done
+	return nil
 }
 
-// Dir returns the absolute path of the mount point, without symbolic links.
-func (s *Server) Dir() string { return s.dir }
+// UnmountLazy detaches the mount at once. The mount ends when its last file is closed (see Wait).
+func (s *Server) UnmountLazy() error {
+	_, err := s.mount.Unmount(unix.MNT_DETACH)
+	return err
+}
+
+// ForceUnmount unmounts even while calls are in flight. The calls fail, and data that is not
+// written is lost. ForceUnmount does not wait for the server. An error means that the mount point
+// is still in use; the connection has ended nevertheless.
+func (s *Server) ForceUnmount() error {
+	s.fs.Abort()
+	_, err := s.mount.Unmount(unix.MNT_DETACH)
+	s.mount.Abort()
+	<-s.done
+	return err
+}
+
+// Wait returns when the mount has ended, however it was unmounted.
+func (s *Server) Wait() { <-s.done }
+
+// hasMountsBelow reports whether other file systems are mounted below the mount point. When a lookup
+// fails, the kernel's FUSE client detaches what is mounted on the name. A user without rights could so
+// detach mounts of the administrator. The kernel keeps the mounts when the error is ENOMEM.
+func (fs *FS) hasMountsBelow() bool {
+	dir := fs.mountDir.Load()
+	return dir != nil && mountpoint.HasMountsBelow(*dir)
+}

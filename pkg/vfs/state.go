@@ -9,6 +9,7 @@ import (
 	"syscall"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/fair"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/mountpoint"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
@@ -304,7 +305,7 @@ func (s *State) Mounted() bool { return s.mu.mount.initLen > 0 }
 // IsMountedAt reports whether the mount of the earlier process is still at dir. It may have been
 // detached while files are open.
 func (s *State) IsMountedAt(dir string) bool {
-	there, err := mountedAt(dir, device{s.mu.mount.major, s.mu.mount.minor})
+	there, err := mountpoint.MountedAt(dir, mountpoint.Device{Major: s.mu.mount.major, Minor: s.mu.mount.minor})
 	return err != nil || there
 }
 
@@ -313,14 +314,14 @@ func (s *State) IsMountedAt(dir string) bool {
 func (s *State) Close() error { return s.file.Close() }
 
 // setMounted records a new mount.
-func (s *State) setMounted(dev device, init []byte, acl bool) error {
+func (s *State) setMounted(dev mountpoint.Device, init []byte, acl bool) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if len(init) > maxInit {
 		return fmt.Errorf("INIT request of %d bytes; maximum is %d", len(init), maxInit)
 	}
 	r := &s.mu.mount
-	r.major, r.minor, r.acl = dev.major, dev.minor, 0
+	r.major, r.minor, r.acl = dev.Major, dev.Minor, 0
 	if acl {
 		r.acl = 1
 	}

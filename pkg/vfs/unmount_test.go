@@ -12,8 +12,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/moby/sys/mountinfo"
-
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 )
 
@@ -24,7 +22,7 @@ func abortConnection(t *testing.T, m *testMount) {
 	fusectl := t.TempDir()
 	must(t, unix.Mount("fusectl", fusectl, "fusectl", 0, ""))
 	defer unix.Unmount(fusectl, unix.MNT_DETACH)
-	must(t, os.WriteFile(filepath.Join(fusectl, fmt.Sprint(m.srv.dev.minor), "abort"), []byte("1"), 0))
+	must(t, os.WriteFile(filepath.Join(fusectl, fmt.Sprint(m.srv.mount.Device().Minor), "abort"), []byte("1"), 0))
 }
 
 // mountLines returns the lines of the mount table that name the mount point.
@@ -166,29 +164,5 @@ func TestUnmountKeepsOtherMount(t *testing.T) {
 	must(t, m.srv.ForceUnmount())
 	if lines := mountLines(t, m); len(lines) != 1 {
 		t.Errorf("mount table: got %s, want one entry", lines)
-	}
-}
-
-func TestIsMount(t *testing.T) {
-	const table = `22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
-90 22 0:77 / /mnt/with\040blank\134and\011more rw,nosuid - fuse.nfsrdma host:/x rw
-91 90 0:78 /sub /mnt/plain rw - fuse.nfsrdma host:/x rw
-`
-	for _, c := range []struct {
-		name, dir string
-		dev       device
-		want      bool
-	}{
-		{"escaped", "/mnt/with blank\\and\tmore", device{0, 77}, true},
-		{"plain", "/mnt/plain", device{0, 78}, true},
-		{"other device there", "/mnt/plain", device{0, 77}, false},
-		{"prefix of the number", "/mnt/plain", device{0, 7}, false},
-		{"below", "/mnt", device{0, 78}, false},
-		{"same number and place, other type", "/", device{8, 1}, false},
-	} {
-		mounts, err := mountinfo.GetMountsFromReader(strings.NewReader(table), isMount(c.dir, c.dev))
-		if got := len(mounts) > 0; err != nil || got != c.want {
-			t.Errorf("%s: got %v and error %v, want %v", c.name, got, err, c.want)
-		}
 	}
 }

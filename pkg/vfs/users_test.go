@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/server/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/mountpoint"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
@@ -387,7 +388,7 @@ func TestWrittenProgramLosesSetUserID(t *testing.T) {
 	openExport(t, e)
 	putDir(t, filepath.Join(e.dir, "dir"), bob, 0o755)
 	putFile(t, filepath.Join(e.dir, "dir", "program"), "", alice, 0o4777)
-	m := e.mount(t, mountConfig{mount: MountOptions{Suid: true}}).severalUsers()
+	m := e.mount(t, mountConfig{mount: MountOptions{Options: mountpoint.Options{Suid: true}}}).severalUsers()
 	allowParents(t, m.dir)
 	path := m.path("dir/program")
 	must(t, bob.open(t, path, unix.O_WRONLY, 0)) // the first open drops the kernel's attributes

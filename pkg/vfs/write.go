@@ -21,7 +21,9 @@ func (fs *FS) setData() {
 			WriteErrors: &fs.Counters.WriteErrors, BufferWaits: &fs.Counters.BufferWaits,
 			WriteThroughs: &fs.Counters.WriteThroughs},
 		Records: fs.dataRecords(), Background: background{fs},
-		Owned: func(ctx context.Context) context.Context { return context.WithValue(ctx, backgroundKey{}, background{fs}) },
+		Owned: func(ctx context.Context) context.Context {
+			return context.WithValue(ctx, backgroundKey{}, background{fs})
+		},
 		Spawn: fs.spawn, Recovered: fs.recovered,
 		Check:     func(f *data.File, err error) error { return fs.checkStale(nodeOf(f), err) },
 		Invalid:   func(f *data.File, reason string) error { return fs.invalidReply(nodeOf(f), reason) },

@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/mountpoint"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs"
 )
 
@@ -16,7 +17,7 @@ const closeTimeout = 30 * time.Second
 func Mount(t testing.TB, fs *vfs.FS, source string) (dir string) {
 	t.Helper()
 	dir = t.TempDir()
-	srv, err := vfs.Mount(dir, fs, vfs.MountOptions{FsName: source})
+	srv, err := vfs.Mount(dir, fs, vfs.MountOptions{Options: mountpoint.Options{Source: source}})
 	if err != nil {
 		t.Fatal(err)
 	}

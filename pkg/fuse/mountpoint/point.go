@@ -1,4 +1,4 @@
-package vfs
+package mountpoint
 
 import (
 	"errors"
@@ -10,17 +10,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A MountPoint is an open directory to mount on. Mount checks and uses the directory through one
+// A Point is an open directory to mount on. New checks and uses the directory through one
 // descriptor, so that no user can replace its path by a symbolic link to another directory in
-// between. A MountPoint keeps the file system of the directory busy until Close.
-type MountPoint struct {
+// between. A Point keeps the file system of the directory busy until Close.
+type Point struct {
 	fd   int
 	path string // without symbolic links, as in the kernel's mount table
 }
 
-// OpenMountPoint opens a directory. OpenMountPoint follows symbolic links, as mount(8) does. It
+// Open opens a directory. Open follows symbolic links, as mount(8) does. It
 // sends no request to a file system that is mounted there.
-func OpenMountPoint(dir string) (*MountPoint, error) {
+func Open(dir string) (*Point, error) {
 	abs, err := filepath.Abs(dir)
 	if err != nil {
 		return nil, err
@@ -29,7 +29,7 @@ func OpenMountPoint(dir string) (*MountPoint, error) {
 	if err != nil {
 		return nil, &os.PathError{Op: "open", Path: abs, Err: err}
 	}
-	p := &MountPoint{fd: fd}
+	p := &Point{fd: fd}
 	if p.path, err = os.Readlink(procFD(fd)); err != nil {
 		p.Close()
 		return nil, err
@@ -38,17 +38,17 @@ func OpenMountPoint(dir string) (*MountPoint, error) {
 }
 
 // Path returns the absolute path of the directory without symbolic links, at the time of
-// OpenMountPoint.
-func (p *MountPoint) Path() string { return p.path }
+// Open.
+func (p *Point) Path() string { return p.path }
 
 // Close releases the directory. It does not unmount.
-func (p *MountPoint) Close() {
+func (p *Point) Close() {
 	_ = unix.Close(p.fd)
 }
 
 // checkPath returns an error if the directory has another path than it had when it was opened. The
 // mount would then be listed under a path that the caller did not name.
-func (p *MountPoint) checkPath() error {
+func (p *Point) checkPath() error {
 	switch now, err := os.Readlink(procFD(p.fd)); {
 	case err != nil:
 		return err
@@ -62,6 +62,20 @@ func (p *MountPoint) checkPath() error {
 // its name stands for now (proc_pid_fd(5)).
 func procFD(fd int) string { return "/proc/self/fd/" + strconv.Itoa(fd) }
 
+// Options are options of a mount.
+type Options struct {
+	// Source is the source shown in /proc/mounts: "host:/export".
+	Source string
+	// ReadOnly makes the mount read-only.
+	ReadOnly bool
+	// Suid allows set-user-ID and set-group-ID programs on the mount, and Dev allows device files.
+	// NoExec forbids running programs from the mount.
+	Suid, Dev, NoExec bool
+	// NoAtime, NoDirAtime and StrictAtime are the flags of mount(8) with these names. The server
+	// updates access times, so they only change what mount tables show.
+	NoAtime, NoDirAtime, StrictAtime bool
+}
+
 // A mountFlag is a mount flag in both of the kernel's interfaces.
 type mountFlag struct {
 	on   bool
@@ -69,7 +83,7 @@ type mountFlag struct {
 	attr int     // fsmount(2)
 }
 
-func (o *MountOptions) flags() (bits uintptr, attrs int) {
+func (o *Options) flags() (bits uintptr, attrs int) {
 	for _, f := range []mountFlag{
 		{!o.Suid, unix.MS_NOSUID, unix.MOUNT_ATTR_NOSUID},
 		{!o.Dev, unix.MS_NODEV, unix.MOUNT_ATTR_NODEV},
@@ -98,11 +112,11 @@ func mountSettings(fd, maxRead int) [][2]string {
 
 // mount mounts the file system of fd, a descriptor of /dev/fuse, on p and returns its device
 // number. Kernels and containers without fsopen(2) get mount(2) on the descriptor of p.
-func (p *MountPoint) mount(fd int, opts *MountOptions, maxRead int) (device, error) {
+func (p *Point) mount(fd int, opts *Options, maxRead int) (Device, error) {
 	if err := p.checkPath(); err != nil {
-		return device{}, err
+		return Device{}, err
 	}
-	source := opts.FsName
+	source := opts.Source
 	if source == "" {
 		source = Subtype
 	}
@@ -117,13 +131,13 @@ func (p *MountPoint) mount(fd int, opts *MountOptions, maxRead int) (device, err
 var errNoFsopen = errors.New("fsopen not supported")
 
 // mountNew is mount with fsopen(2).
-func (p *MountPoint) mountNew(fd int, opts *MountOptions, source string, maxRead int) (device, error) {
+func (p *Point) mountNew(fd int, opts *Options, source string, maxRead int) (Device, error) {
 	fsfd, err := unix.Fsopen("fuse", unix.FSOPEN_CLOEXEC)
 	switch {
 	case errors.Is(err, unix.ENOSYS), errors.Is(err, unix.EPERM): // EPERM: a system call filter, or no privilege
-		return device{}, errNoFsopen
+		return Device{}, errNoFsopen
 	case err != nil:
-		return device{}, os.NewSyscallError("fsopen", err)
+		return Device{}, os.NewSyscallError("fsopen", err)
 	}
 	defer unix.Close(fsfd)
 	for _, s := range append(mountSettings(fd, maxRead), [2]string{"source", source}, [2]string{"subtype", Subtype}) {
@@ -133,33 +147,33 @@ func (p *MountPoint) mountNew(fd int, opts *MountOptions, source string, maxRead
 			err = unix.FsconfigSetString(fsfd, s[0], s[1])
 		}
 		if err != nil {
-			return device{}, fmt.Errorf("fsconfig %s: %w", s[0], err)
+			return Device{}, fmt.Errorf("fsconfig %s: %w", s[0], err)
 		}
 	}
 	if opts.ReadOnly {
 		if err := unix.FsconfigSetFlag(fsfd, "ro"); err != nil {
-			return device{}, fmt.Errorf("fsconfig ro: %w", err)
+			return Device{}, fmt.Errorf("fsconfig ro: %w", err)
 		}
 	}
 	if err := unix.FsconfigCreate(fsfd); err != nil {
-		return device{}, os.NewSyscallError("fsconfig", err)
+		return Device{}, os.NewSyscallError("fsconfig", err)
 	}
 	_, attrs := opts.flags()
 	mfd, err := unix.Fsmount(fsfd, unix.FSMOUNT_CLOEXEC, attrs)
 	if err != nil {
-		return device{}, os.NewSyscallError("fsmount", err)
+		return Device{}, os.NewSyscallError("fsmount", err)
 	}
 	defer unix.Close(mfd)
 	dev, err := deviceAt(mfd, "")
 	if err != nil {
-		return device{}, err
+		return Device{}, err
 	}
 	const both = unix.MOVE_MOUNT_F_EMPTY_PATH | unix.MOVE_MOUNT_T_EMPTY_PATH
 	return dev, os.NewSyscallError("move_mount", unix.MoveMount(mfd, "", p.fd, "", both))
 }
 
 // mountOld is mount with mount(2).
-func (p *MountPoint) mountOld(fd int, opts *MountOptions, source string, maxRead int) (device, error) {
+func (p *Point) mountOld(fd int, opts *Options, source string, maxRead int) (Device, error) {
 	data := ""
 	for i, s := range mountSettings(fd, maxRead) {
 		if i > 0 {
@@ -171,12 +185,12 @@ func (p *MountPoint) mountOld(fd int, opts *MountOptions, source string, maxRead
 		}
 	}
 	bits, _ := opts.flags()
-	if err := unix.Mount(source, procFD(p.fd), fsType, bits, data); err != nil {
-		return device{}, os.NewSyscallError("mount", err)
+	if err := unix.Mount(source, procFD(p.fd), FSType, bits, data); err != nil {
+		return Device{}, os.NewSyscallError("mount", err)
 	}
 	parent, name, err := p.parent()
 	if err != nil {
-		return device{}, err
+		return Device{}, err
 	}
 	defer unix.Close(parent)
 	return deviceAt(parent, name)
@@ -185,7 +199,7 @@ func (p *MountPoint) mountOld(fd int, opts *MountOptions, source string, maxRead
 // parent opens the parent directory of a directory on which something is mounted. The name in the
 // parent leads to the mount; the descriptor of p leads to the directory below the mount. The
 // directory cannot be renamed while something is mounted on it.
-func (p *MountPoint) parent() (fd int, name string, err error) {
+func (p *Point) parent() (fd int, name string, err error) {
 	path, err := os.Readlink(procFD(p.fd))
 	if err != nil {
 		return 0, "", err
@@ -195,7 +209,7 @@ func (p *MountPoint) parent() (fd int, name string, err error) {
 }
 
 // detach unmounts the file system dev from p lazily.
-func (p *MountPoint) detach(dev device) error {
+func (p *Point) detach(dev Device) error {
 	parent, name, err := p.parent()
 	if err != nil {
 		return err
@@ -206,7 +220,7 @@ func (p *MountPoint) detach(dev device) error {
 
 // umountAt unmounts the file system dev from the directory name of an open directory. A symbolic
 // link in the path of the open directory cannot lead umountAt to another mount.
-func umountAt(parent int, name string, dev device, flags int) error {
+func umountAt(parent int, name string, dev Device, flags int) error {
 	if there, err := deviceAt(parent, name); err != nil || there != dev {
 		return errors.Join(unix.EINVAL, err)
 	}
