@@ -16,6 +16,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/fair"
 	"github.com/nfsrdmad/nfsrdmad/internal/pace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/rangelock"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -34,6 +35,9 @@ type Owner struct {
 	Kind OwnerKind
 	ID   uint64
 }
+
+// maxOffset is the last byte of a lock.
+const maxOffset = rangelock.MaxOffset
 
 // A Lock is a lock of a byte range of one file.
 type Lock = rangelock.Lock[Owner]
@@ -192,7 +196,7 @@ type owner struct {
 // A pending is a blocked request that waits for GRANTED.
 type pending struct {
 	fh     nfs3.FH
-	region Region
+	region nlmwire.Region
 	excl   bool
 	wake   chan struct{} // capacity 1
 }

@@ -1,11 +1,9 @@
 // Package nlm is a client of the Network Lock Manager, version 4 (XNFS chapter 14; RFC 1813 §6),
-// and of the status monitor NSM (XNFS chapter 11). Both go over TCP beside NFS.
+// and of the status monitor NSM (XNFS chapter 11). Both go over TCP beside NFS. Package nlmwire has
+// their wire format.
 //
 // # Files
 //
-//	protocol.go  numbers and types of NLM
-//	codec.go     encoding of NLM, for clients and servers
-//	nsm.go       encoding of NSM
 //	client.go    Client: files, owners, counters, start and end
 //	lock.go      Lock, Unlock, Test; canceled requests
 //	waiters.go   requests that wait for locks of the same mount

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -298,7 +299,7 @@ func (s *Service) releaseStale(stale []*journalEntry) {
 // unlockStale releases all locks of one owner of a file. It returns false if the server does not
 // answer.
 func (s *Service) unlockStale(l *link, e *journalEntry) bool {
-	if len(e.FH) > nfs3.FHSize || len(e.OH) > maxOwner {
+	if len(e.FH) > nfs3.FHSize || len(e.OH) > 1024 {
 		s.journal.remove(e.key()) // the file was damaged
 		return true
 	}
@@ -310,15 +311,16 @@ func (s *Service) unlockStale(l *link, e *journalEntry) bool {
 		s.log.Debug("locks of an earlier daemon not released", "server", e.Host, "error", err)
 		return false
 	}
-	args := AppendArgs(nil, ProcUnlock, &Args{Cookie: []byte{0}, Region: Region{Caller: e.Caller, FH: e.FH, OH: e.OH,
-		SVID: e.SVID}})
+	args := nlmwire.AppendArgs(nil, nlmwire.ProcUnlock, &nlmwire.Args{Cookie: []byte{0},
+		Region: nlmwire.Region{Caller: e.Caller, FH: e.FH, OH: e.OH, SVID: e.SVID}})
 	cred := e.Cred
 	if len(cred) == 0 {
 		cred = sunrpc.AppendAuthNone(nil)
 	}
-	var res Res
-	results, err := l.exchange(s.ctx, conn, ProcUnlock, cred, args)
-	if err != nil || ParseRes(ProcUnlock, results, &res) != nil || res.Stat == DeniedGracePeriod {
+	var res nlmwire.Res
+	results, err := l.exchange(s.ctx, conn, nlmwire.ProcUnlock, cred, args)
+	if err != nil || nlmwire.ParseRes(nlmwire.ProcUnlock, results, &res) != nil ||
+		res.Stat == nlmwire.DeniedGracePeriod {
 		return false
 	}
 	s.journal.remove(e.key())

@@ -8,6 +8,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc/rpctcp"
 )
@@ -41,7 +42,7 @@ func (c *Client) learnState() {
 		return
 	}
 	// The end of the connection would mean that the server has perhaps restarted before it replied.
-	_, _ = c.link.call(c.ctx, ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
+	_, _ = c.link.call(c.ctx, nlmwire.ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
 	if c.link.losses() == losses {
 		c.mu.Lock()
 		c.mu.state = serverState{known: true, number: number, losses: losses}
@@ -74,7 +75,7 @@ func (c *Client) askState() (number uint32, err error) {
 	ctx, cancel := context.WithTimeout(c.ctx, remoteTimeout)
 	defer cancel()
 	port, err := mountd.GetPort(ctx, mountd.Args{Host: c.cfg.Host, PortmapPort: c.mapper, Timeout: remoteTimeout},
-		nsmProgram, nsmVersion)
+		nlmwire.NSMProgram, nlmwire.NSMVersion)
 	if err != nil {
 		return 0, err
 	}
@@ -83,15 +84,15 @@ func (c *Client) askState() (number uint32, err error) {
 	if err != nil {
 		return 0, err
 	}
-	conn := rpctcp.New(tcp, rpctcp.Options{MaxRecord: MaxMessage, WriteTimeout: remoteTimeout})
+	conn := rpctcp.New(tcp, rpctcp.Options{MaxRecord: nlmwire.MaxMessage, WriteTimeout: remoteTimeout})
 	defer conn.Close()
 	// The monitor replies only for a host whose name it can resolve.
-	m := sunrpc.Message{Prog: nsmProgram, Vers: nsmVersion, Proc: nsmStat, Cred: sunrpc.AppendAuthNone(nil),
-		Args: appendStat(nil, loopback)}
+	m := sunrpc.Message{Prog: nlmwire.NSMProgram, Vers: nlmwire.NSMVersion, Proc: nlmwire.NSMStat,
+		Cred: sunrpc.AppendAuthNone(nil), Args: nlmwire.AppendNSMStat(nil, loopback)}
 	if err := conn.Call(ctx, &m); err != nil {
 		return 0, err
 	}
-	ok, number, err := parseMonRes(m.Result)
+	ok, number, err := nlmwire.ParseMonRes(m.Result)
 	if err == nil && (!ok || number%2 == 0) { // a number is odd while its host is up (XNFS chapter 11)
 		err = errNoState
 	}

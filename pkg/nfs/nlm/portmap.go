@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc/rpctcp"
 )
@@ -38,7 +39,7 @@ func localCall(ctx context.Context, port int, prog, vers, proc uint32, args []by
 	if err != nil {
 		return nil, err
 	}
-	conn := rpctcp.New(tcp, rpctcp.Options{MaxRecord: MaxMessage, WriteTimeout: localTimeout})
+	conn := rpctcp.New(tcp, rpctcp.Options{MaxRecord: nlmwire.MaxMessage, WriteTimeout: localTimeout})
 	defer conn.Close()
 	m := sunrpc.Message{Prog: prog, Vers: vers, Proc: proc, Cred: sunrpc.AppendAuthNone(nil), Args: args}
 	if err := conn.Call(ctx, &m); err != nil {

@@ -5,6 +5,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -12,7 +13,7 @@ import (
 const (
 	maxCred = 8 + sunrpc.MaxAuthBody // flavor, length and body
 
-	clientBytes = 8 + 2 + maxName
+	clientBytes = 8 + 2 + nlmwire.MaxName
 	ownerBytes  = 4 + 8 + 1 + 1 + 2 + nfs3.FHSize + maxCred
 	rangeBytes  = 4*8 + 2*4 + 3
 )
@@ -34,7 +35,7 @@ func (r *clientRecord) encode() []byte {
 func decodeClient(b []byte) (r clientRecord, ok bool) {
 	copy(r.instance[:], b)
 	n := int(order.Uint16(b[8:]))
-	if n > maxName {
+	if n > nlmwire.MaxName {
 		return r, false
 	}
 	r.caller = string(b[10:][:n])

@@ -12,6 +12,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -31,7 +32,7 @@ func createState(t *testing.T, specs []slotfile.TableSpec) *State {
 
 func TestRecordsKeepAllFields(t *testing.T) {
 	fh, _ := nfs3.NewFH(bytes.Repeat([]byte{0xfe}, nfs3.FHSize))
-	client := clientRecord{[8]byte{1, 2, 3, 4, 5, 6, 7, 8}, strings.Repeat("h", maxName)}
+	client := clientRecord{[8]byte{1, 2, 3, 4, 5, 6, 7, 8}, strings.Repeat("h", nlmwire.MaxName)}
 	if got, ok := decodeClient(client.encode()); !ok || got != client {
 		t.Errorf("client: got %+v, %v", got, ok)
 	}

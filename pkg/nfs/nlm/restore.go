@@ -7,6 +7,7 @@ import (
 	"syscall"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 )
 
 // An interrupted is a file about which an earlier process had requests without results. Its turn is
@@ -160,7 +161,7 @@ func (c *Client) settleKept(x *interrupted) {
 	}
 	for _, r := range x.requests {
 		if r.in.row.rec.kind == rangeLock && r.in.row.rec.wait {
-			_, _ = c.callServer(c.ctx, f, ProcCancel, r.cred, c.args(f, r.o, &r.l, true))
+			_, _ = c.callServer(c.ctx, f, nlmwire.ProcCancel, r.cred, c.args(f, r.o, &r.l, true))
 		}
 		err := c.restore(c.ctx, f, r.o, r.cred, &r.l, func(part Lock) error {
 			c.relock(f, r.o, part)

@@ -17,6 +17,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/server/nlmd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
@@ -42,8 +43,8 @@ type lockServer struct {
 // A call is a call that the server received.
 type call struct {
 	sunrpc.CallHeader
-	proc nlm.Proc
-	args nlm.Args
+	proc nlmwire.Proc
+	args nlmwire.Args
 	raw  []byte // of args
 }
 
@@ -53,8 +54,8 @@ type reply []byte
 
 var pass, drop reply = nil, reply{}
 
-func (c *call) stat(stat nlm.Stat) reply {
-	return nlm.AppendRes(c.accepted(sunrpc.Success), c.proc, &nlm.Res{Stat: stat})
+func (c *call) stat(stat nlmwire.Stat) reply {
+	return nlmwire.AppendRes(c.accepted(sunrpc.Success), c.proc, &nlmwire.Res{Stat: stat})
 }
 
 func (c *call) accepted(stat sunrpc.AcceptStat) reply {
@@ -138,7 +139,7 @@ func (s *lockServer) restart(grace time.Duration) {
 		kit.Must(s.t, os.Remove(state))
 	}
 	s.mu.Lock()
-	s.nlmd = nlmd.New(nlmd.Config{Check: func(*sunrpc.CallHeader, *nfs3.FH) nlm.Stat { return nlm.Granted },
+	s.nlmd = nlmd.New(nlmd.Config{Check: func(*sunrpc.CallHeader, *nfs3.FH) nlmwire.Stat { return nlmwire.Granted },
 		StateFile: state, Grace: grace})
 	s.mu.Unlock()
 	s.dropConnections()
@@ -156,7 +157,7 @@ func (s *lockServer) serve(conn net.Conn) {
 	defer conn.Close()
 	var writer sync.Mutex
 	for {
-		message, err := rpctcp.ReadRecord(conn, nil, nlm.MaxMessage)
+		message, err := rpctcp.ReadRecord(conn, nil, nlmwire.MaxMessage)
 		if err != nil {
 			return
 		}
@@ -165,13 +166,13 @@ func (s *lockServer) serve(conn net.Conn) {
 			s.t.Errorf("parse call: %v", err)
 			return
 		}
-		if c.proc = nlm.Proc(c.Proc); c.proc != nlm.ProcNull {
-			_ = nlm.ParseArgs(c.proc, c.raw, &c.args)
+		if c.proc = nlmwire.Proc(c.Proc); c.proc != nlmwire.ProcNull {
+			_ = nlmwire.ParseArgs(c.proc, c.raw, &c.args)
 		}
 		s.mu.Lock()
 		s.calls = append(s.calls, c)
 		answer := s.answer
-		hangUp := s.hangUp && c.proc == nlm.ProcLock
+		hangUp := s.hangUp && c.proc == nlmwire.ProcLock
 		s.hangUp = s.hangUp && !hangUp
 		s.mu.Unlock()
 		s.all.Go(func() {
@@ -205,7 +206,7 @@ func (s *lockServer) setAnswer(answer func(*call) reply) {
 }
 
 // received returns the calls of a procedure.
-func (s *lockServer) received(proc nlm.Proc) (calls []*call) {
+func (s *lockServer) received(proc nlmwire.Proc) (calls []*call) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, c := range s.calls {
@@ -216,7 +217,7 @@ func (s *lockServer) received(proc nlm.Proc) (calls []*call) {
 	return calls
 }
 
-func (s *lockServer) count(proc nlm.Proc) int { return len(s.received(proc)) }
+func (s *lockServer) count(proc nlmwire.Proc) int { return len(s.received(proc)) }
 
 func (s *lockServer) locks() int {
 	s.mu.Lock()
@@ -226,7 +227,7 @@ func (s *lockServer) locks() int {
 
 // hold makes the server hold the next call of proc, and then execute it. With executed set it
 // executes the call first, and holds the reply. began is closed when it holds.
-func (s *lockServer) hold(proc nlm.Proc, executed bool) (began chan struct{}, proceed func()) {
+func (s *lockServer) hold(proc nlmwire.Proc, executed bool) (began chan struct{}, proceed func()) {
 	began, ended := make(chan struct{}), make(chan struct{})
 	proceed = sync.OnceFunc(func() { close(ended) })
 	s.t.Cleanup(proceed)

@@ -15,6 +15,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc/rpctcp"
 )
@@ -80,7 +81,7 @@ type Service struct {
 // A monitored is a server whose restart the status monitor reports.
 type monitored struct {
 	clients int
-	priv    [nsmPrivSize]byte
+	priv    [nlmwire.PrivSize]byte
 	once    sync.Once
 	state   uint32 // of the last notice
 }
@@ -201,14 +202,15 @@ func (s *Service) leave(c *Client) (last bool, statd int) {
 // remove is the reverse of add.
 func (s *Service) remove(c *Client) {
 	if last, statd := s.leave(c); last && statd != 0 {
-		_, _ = localCall(context.Background(), statd, nsmProgram, nsmVersion, nsmUnmon,
-			appendUnmon(nil, c.cfg.Host, &notifyCall))
+		_, _ = localCall(context.Background(), statd, nlmwire.NSMProgram, nlmwire.NSMVersion, nlmwire.NSMUnmon,
+			nlmwire.AppendUnmon(nil, c.cfg.Host, &notifyCall))
 	}
 }
 
 // notifyCall is the callback that the status monitor of this host makes. Linux's rpc.statd accepts
 // only a procedure of the lock manager.
-var notifyCall = monitorCall{name: loopback, prog: Program, vers: Version, proc: uint32(ProcNotify)}
+var notifyCall = nlmwire.MonitorCall{Name: loopback, Prog: nlmwire.Program, Vers: nlmwire.Version,
+	Proc: uint32(nlmwire.ProcNotify)}
 
 // active reports whether servers can call this service.
 func (s *Service) active() bool {
@@ -243,7 +245,7 @@ func (s *Service) state() uint32 {
 // run listens and registers. Its error is the reason why servers cannot call.
 func (s *Service) run() error {
 	ctx := s.ctx
-	switch port, err := s.findRegistered(ctx, Program, Version); {
+	switch port, err := s.findRegistered(ctx, nlmwire.Program, nlmwire.Version); {
 	case err == nil && port != 0:
 		s.mu.Lock()
 		s.mu.foreign = true
@@ -273,11 +275,11 @@ func (s *Service) run() error {
 	s.work.Go(func() { s.receive(packets) })
 	port := uint32(tcp.Port)
 	for _, proto := range []uint32{protoTCP, protoUDP} {
-		if err := s.register(ctx, mapping{Program, Version, proto, port}); err != nil {
+		if err := s.register(ctx, mapping{nlmwire.Program, nlmwire.Version, proto, port}); err != nil {
 			return err
 		}
 	}
-	statd, err := s.findRegistered(ctx, nsmProgram, nsmVersion)
+	statd, err := s.findRegistered(ctx, nlmwire.NSMProgram, nlmwire.NSMVersion)
 	if err != nil {
 		return err
 	}
@@ -289,7 +291,7 @@ func (s *Service) run() error {
 		s.mu.nsmState = 1 // odd: this host is up (XNFS chapter 11)
 		s.mu.Unlock()
 		for _, proto := range []uint32{protoTCP, protoUDP} {
-			if err := s.register(ctx, mapping{nsmProgram, nsmVersion, proto, port}); err != nil {
+			if err := s.register(ctx, mapping{nlmwire.NSMProgram, nlmwire.NSMVersion, proto, port}); err != nil {
 				s.log.Warn("no notices of server restarts", "reason", err)
 			}
 		}
@@ -306,7 +308,8 @@ func (s *Service) findRegistered(ctx context.Context, prog, vers uint32) (port u
 	if err != nil || port == 0 || port >= 1<<16 {
 		return port, err
 	}
-	if _, err = localCall(ctx, int(port), prog, vers, uint32(ProcNull), nil); errors.Is(err, syscall.ECONNREFUSED) {
+	_, err = localCall(ctx, int(port), prog, vers, uint32(nlmwire.ProcNull), nil)
+	if errors.Is(err, syscall.ECONNREFUSED) {
 		_, err = portmap(ctx, s.cfg.portmapPort, portmapUnset, m)
 		return 0, err
 	}
@@ -347,15 +350,15 @@ func (s *Service) monitor(ctx context.Context, c *Client) {
 	h.once.Do(func() {
 		// A status monitor keeps the private data of the first SM_MON, which may be that of an
 		// earlier daemon: the notice would then match no server.
-		_, _ = localCall(context.WithoutCancel(ctx), statd, nsmProgram, nsmVersion, nsmUnmon,
-			appendUnmon(nil, c.cfg.Host, &notifyCall))
+		_, _ = localCall(context.WithoutCancel(ctx), statd, nlmwire.NSMProgram, nlmwire.NSMVersion, nlmwire.NSMUnmon,
+			nlmwire.AppendUnmon(nil, c.cfg.Host, &notifyCall))
 		// The end of this request must not end the call: no other request makes it.
-		results, err := localCall(context.WithoutCancel(ctx), statd, nsmProgram, nsmVersion, nsmMon,
-			appendMon(nil, c.cfg.Host, &notifyCall, &h.priv))
+		results, err := localCall(context.WithoutCancel(ctx), statd, nlmwire.NSMProgram, nlmwire.NSMVersion,
+			nlmwire.NSMMon, nlmwire.AppendMon(nil, c.cfg.Host, &notifyCall, &h.priv))
 		var ok bool
 		var state uint32
 		if err == nil {
-			ok, state, err = parseMonRes(results)
+			ok, state, err = nlmwire.ParseMonRes(results)
 		}
 		if err == nil && !ok {
 			err = errors.New("refused")
@@ -429,7 +432,7 @@ func (s *Service) serve(conn net.Conn, from netip.AddrPort) {
 			return
 		}
 		var err error
-		if buf, err = rpctcp.ReadRecord(conn, buf, MaxMessage); err != nil {
+		if buf, err = rpctcp.ReadRecord(conn, buf, nlmwire.MaxMessage); err != nil {
 			return
 		}
 		reply := s.handle(from, buf)
@@ -442,7 +445,7 @@ func (s *Service) serve(conn net.Conn, from netip.AddrPort) {
 
 func (s *Service) receive(packets net.PacketConn) {
 	room := make(chan struct{}, maxDatagrams)
-	buf := make([]byte, MaxMessage)
+	buf := make([]byte, nlmwire.MaxMessage)
 	for {
 		n, from, err := packets.ReadFrom(buf)
 		if err != nil {
@@ -487,33 +490,33 @@ func (s *Service) handle(from netip.AddrPort, message []byte) []byte {
 	}
 	accepted := func(stat sunrpc.AcceptStat) []byte { return sunrpc.AppendAcceptedReply(nil, h.XID, stat) }
 	switch {
-	case h.Prog == nsmProgram && h.Vers == nsmVersion:
+	case h.Prog == nlmwire.NSMProgram && h.Vers == nlmwire.NSMVersion:
 		return accepted(s.handleMonitor(from, h.Proc, args))
-	case h.Prog != Program:
+	case h.Prog != nlmwire.Program:
 		return accepted(sunrpc.ProgUnavail)
-	case h.Vers != Version:
-		return sunrpc.AppendProgMismatchReply(nil, h.XID, Version, Version)
+	case h.Vers != nlmwire.Version:
+		return sunrpc.AppendProgMismatchReply(nil, h.XID, nlmwire.Version, nlmwire.Version)
 	}
-	switch proc := Proc(h.Proc); proc {
-	case ProcNull:
+	switch proc := nlmwire.Proc(h.Proc); proc {
+	case nlmwire.ProcNull:
 		return accepted(sunrpc.Success)
-	case ProcGranted, ProcGrantedMsg:
-		var a Args
-		if ParseArgs(proc, args, &a) != nil {
+	case nlmwire.ProcGranted, nlmwire.ProcGrantedMsg:
+		var a nlmwire.Args
+		if nlmwire.ParseArgs(proc, args, &a) != nil {
 			return accepted(sunrpc.GarbageArgs)
 		}
 		c, stat := s.granted(from.Addr(), &a)
-		res := &Res{Cookie: a.Cookie, Stat: stat}
-		if proc == ProcGranted {
-			return AppendRes(accepted(sunrpc.Success), proc, res)
+		res := &nlmwire.Res{Cookie: a.Cookie, Stat: stat}
+		if proc == nlmwire.ProcGranted {
+			return nlmwire.AppendRes(accepted(sunrpc.Success), proc, res)
 		}
 		if c != nil {
-			results := AppendRes(nil, ProcGrantedRes, res) // the next call overwrites the cookie
+			results := nlmwire.AppendRes(nil, nlmwire.ProcGrantedRes, res) // the next call overwrites the cookie
 			c.background(func() { c.sendGrantedRes(results) })
 		}
 		return accepted(sunrpc.Success)
-	case ProcNotify:
-		_, state, priv, err := parseStatus(args)
+	case nlmwire.ProcNotify:
+		_, state, priv, err := nlmwire.ParseStatus(args)
 		if err != nil || !from.Addr().IsLoopback() {
 			return accepted(sunrpc.GarbageArgs)
 		}
@@ -526,10 +529,10 @@ func (s *Service) handle(from netip.AddrPort, message []byte) []byte {
 // handleMonitor executes a call of NSM: only notices of servers.
 func (s *Service) handleMonitor(from netip.AddrPort, proc uint32, args []byte) sunrpc.AcceptStat {
 	switch proc {
-	case nsmNull:
+	case nlmwire.NSMNull:
 		return sunrpc.Success
-	case nsmNotify:
-		_, state, err := parseNotify(args)
+	case nlmwire.NSMNotify:
+		_, state, err := nlmwire.ParseNotify(args)
 		if err != nil {
 			return sunrpc.GarbageArgs
 		}
@@ -561,7 +564,7 @@ func (s *Service) notified(match func(netip.Addr, *monitored) bool, state uint32
 
 // granted passes a GRANTED call to the clients of its server. It returns the client that has or
 // wants the lock, or another client of the server with Denied.
-func (s *Service) granted(from netip.Addr, a *Args) (*Client, Stat) {
+func (s *Service) granted(from netip.Addr, a *nlmwire.Args) (*Client, nlmwire.Stat) {
 	s.mu.Lock()
 	var clients []*Client
 	for c := range s.mu.clients {
@@ -573,11 +576,11 @@ func (s *Service) granted(from netip.Addr, a *Args) (*Client, Stat) {
 	var last *Client
 	for _, c := range clients {
 		last = c
-		if stat := c.granted(a); stat != Denied {
+		if stat := c.granted(a); stat != nlmwire.Denied {
 			return c, stat
 		}
 	}
-	return last, Denied
+	return last, nlmwire.Denied
 }
 
 // sendGrantedRes answers GRANTED_MSG. Some servers send no reply to this call.
@@ -586,6 +589,6 @@ func (c *Client) sendGrantedRes(results []byte) {
 	defer cancel()
 	conn, err := c.link.get(ctx)
 	if err == nil {
-		_, _ = c.link.exchange(ctx, conn, ProcGrantedRes, sunrpc.AppendAuthNone(nil), results)
+		_, _ = c.link.exchange(ctx, conn, nlmwire.ProcGrantedRes, sunrpc.AppendAuthNone(nil), results)
 	}
 }

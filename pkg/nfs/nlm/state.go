@@ -10,6 +10,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/rangelock"
 )
 
@@ -413,7 +414,7 @@ func (s *State) identity(instance *[8]byte, caller string) (kept string, err err
 	if err != nil || s.named {
 		return kept, err
 	}
-	if len(caller) > maxName {
+	if len(caller) > nlmwire.MaxName {
 		return kept, errors.New("name of this host is too long")
 	}
 	slot, err := s.client.Alloc()
