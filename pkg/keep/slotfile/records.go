@@ -36,7 +36,16 @@ func (t Records[T]) Add(r *T, counter uint64) (Ref, error) {
 	return Ref(s) + 1, nil
 }
 
-// Set replaces a record. It does nothing if ref is 0.
+// Reserve allocates a slot for a later Set. The slot is free for the next process until then.
+func (t Records[T]) Reserve() (Ref, error) {
+	s, err := t.Alloc()
+	if err != nil {
+		return 0, err
+	}
+	return Ref(s) + 1, nil
+}
+
+// Set stores a record or replaces it. It does nothing if ref is 0.
 func (t Records[T]) Set(ref Ref, r *T) {
 	if ref != 0 {
 		t.Put(Slot(ref-1), recordBytes(r))

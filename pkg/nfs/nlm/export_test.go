@@ -66,15 +66,13 @@ func (c *Client) Identity(id Owner) (svid uint32, oh []byte) {
 	return 0, nil
 }
 
-// OnStep makes the State call f after each change of the records of ranges.
-func (s *State) OnStep(f func()) { s.step = f }
-
 // Records returns the number of records of the State: owners, ranges, and those of requests.
 func (s *State) Records() (owners, ranges, requests int) {
-	_ = s.ranges.Each(func(_ slotfile.Slot, b []byte) {
-		if r, _ := decodeRange(b); r.kind.intent() {
+	_ = s.ranges.All(func(_ slotfile.Ref, r *rangeRecord) error {
+		if r.kind.intent() {
 			requests++
 		}
+		return nil
 	})
 	return s.owners.Len(), s.ranges.Len(), requests
 }

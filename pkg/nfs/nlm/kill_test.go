@@ -72,14 +72,13 @@ func lockUntilKilled(port string) error {
 	if err != nil {
 		return err
 	}
-	state := nlm.NewState(f)
-	state.OnStep(func() {
+	f.OnChange(func() {
 		if steps--; steps == 0 {
 			_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
 			select {}
 		}
 	})
-	cfg := nlm.Config{Host: "127.0.0.1", Caller: "test", State: state}
+	cfg := nlm.Config{Host: "127.0.0.1", Caller: "test", State: nlm.NewState(f)}
 	cfg.Port, _ = strconv.Atoi(port)
 	cfg.Quick(nil)
 	c := nlm.New(cfg)

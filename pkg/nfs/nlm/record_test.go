@@ -5,81 +5,62 @@ import (
 	"cmp"
 	"fmt"
 	"math/rand/v2"
-	"reflect"
 	"slices"
-	"strings"
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-func createState(t *testing.T, specs []slotfile.TableSpec) *State {
+// createState returns a State that calls changed, if it is not nil, after each change of a record.
+func createState(t *testing.T, specs []slotfile.TableSpec, changed func()) *State {
 	t.Helper()
 	f, err := slotfile.Create("nlm", 1, specs)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { f.Close() })
+	f.OnChange(changed)
 	s := NewState(f)
-	if _, err := s.identity(new([8]byte), "test"); err != nil {
+	if _, err := s.identity(&clientRecord{}); err != nil {
 		t.Fatal(err)
 	}
 	return s
 }
 
-func TestRecordsKeepAllFields(t *testing.T) {
-	fh, _ := nfs3.NewFH(bytes.Repeat([]byte{0xfe}, nfs3.FHSize))
-	client := clientRecord{[8]byte{1, 2, 3, 4, 5, 6, 7, 8}, strings.Repeat("h", nlmwire.MaxName)}
-	if got, ok := decodeClient(client.encode()); !ok || got != client {
-		t.Errorf("client: got %+v, %v", got, ok)
-	}
-	o := ownerRecord{fh: fh, id: Owner{Flock, 1<<64 - 1}, svid: 1<<31 - 1, cred: bytes.Repeat([]byte{7}, maxCred)}
-	if got, ok := decodeOwner(o.encode()); !ok || !reflect.DeepEqual(got, o) {
-		t.Errorf("owner: got %+v, %v", got, ok)
-	}
-	r := rangeRecord{seq: 1 << 60, start: 5, end: maxOffset, owner: 9, pid: 1<<32 - 1, kind: rangeUnlock,
-		exclusive: true, wait: true}
-	if got, ok := decodeRange(r.encode()); !ok || got != r {
-		t.Errorf("range: got %+v, %v", got, ok)
-	}
-}
-
-// TestInvalidRecordsAreIgnored loads records that no State writes.
+// TestInvalidRecordsAreIgnored loads records that no State writes, and one of the maximum size.
 func TestInvalidRecordsAreIgnored(t *testing.T) {
-	s := createState(t, StateTables())
-	fh, _ := nfs3.NewFH([]byte("file"))
-	valid := ownerRecord{fh: fh, id: Owner{Posix, 1}, svid: minSVID + 1, cred: sunrpc.AppendAuthNone(nil)}
-	held := rangeRecord{seq: 1, end: 9, kind: rangeHeld}
-	put := func(table *slotfile.Table, b []byte) slotfile.Slot {
-		slot, err := table.Alloc()
-		if err != nil {
-			t.Fatal(err)
-		}
-		table.Put(slot, b)
-		return slot
+	s := createState(t, StateTables(), nil)
+	fh, _ := nfs3.NewFH(bytes.Repeat([]byte{0xfe}, nfs3.FHSize))
+	key, cred := lockKey{fh, Owner{Posix, 1}}, bytes.Repeat([]byte{7}, maxCred)
+	valid := newOwnerRecord(key, minSVID+1)
+	valid.setCredential(cred)
+	owner, err := s.owners.Add(&valid, 0)
+	if err != nil {
+		t.Fatal(err)
 	}
-	held.owner = put(s.owners, valid.encode())
-	put(s.ranges, held.encode())
+	held := rangeRecord{seq: 1, end: 9, kind: rangeHeld, owner: owner}
+	if _, err := s.ranges.Add(&held, 0); err != nil {
+		t.Fatal(err)
+	}
 	want := 0
 	for _, change := range []func(*ownerRecord){
 		func(*ownerRecord) {}, // the owner and the file exist
-		func(r *ownerRecord) { r.id.ID = 2 },
-		func(r *ownerRecord) { r.id, r.svid = Owner{3, 1}, minSVID+3 },
-		func(r *ownerRecord) { r.id, r.svid = Owner{Posix, 4}, 4 },
-		func(r *ownerRecord) { r.id, r.svid, r.fh = Owner{Posix, 5}, minSVID+5, nfs3.FH{} },
+		func(r *ownerRecord) { r.id = 2 },
+		func(r *ownerRecord) { r.kind, r.svid = 3, minSVID+3 },
+		func(r *ownerRecord) { r.id, r.svid = 4, 4 },
+		func(r *ownerRecord) { r.id, r.svid, r.fhLen = 5, minSVID+5, 0 },
+		func(r *ownerRecord) { r.id, r.svid, r.fhLen = 6, minSVID+6, nfs3.FHSize+1 },
+		func(r *ownerRecord) { r.id, r.svid, r.credLen = 7, minSVID+7, maxCred+1 },
 	} {
 		r := valid
 		change(&r)
-		put(s.owners, r.encode())
+		if _, err := s.owners.Add(&r, 0); err != nil {
+			t.Fatal(err)
+		}
 		want++
 	}
-	long := valid.encode()
-	order.PutUint16(long[14:], maxCred+1)
-	put(s.owners, long)
-	want++
 	for _, change := range []func(*rangeRecord){
 		func(r *rangeRecord) { r.owner = 1000 },
 		func(r *rangeRecord) { r.kind = 0 },
@@ -87,15 +68,21 @@ func TestInvalidRecordsAreIgnored(t *testing.T) {
 		func(r *rangeRecord) { r.start = 10 },
 		func(r *rangeRecord) { r.end = maxOffset + 1 },
 		func(r *rangeRecord) { r.seq = 1<<64 - 1 },
+		func(r *rangeRecord) { r.exclusive = 2 },
 	} {
 		r := held
 		change(&r)
-		put(s.ranges, r.encode())
+		if _, err := s.ranges.Add(&r, 0); err != nil {
+			t.Fatal(err)
+		}
 		want++
 	}
 	kept, invalid, err := s.load()
 	if err != nil || invalid != want || len(kept) != 1 || len(kept[0].rows) != 1 || kept[0].rows[0].rec != held {
-		t.Errorf("got %d holders, %d invalid records, error %v; want 1, %d", len(kept), invalid, err, want)
+		t.Fatalf("got %d holders, %d invalid records, error %v; want 1, %d", len(kept), invalid, err, want)
+	}
+	if k := kept[0]; k.key != key || !bytes.Equal(k.h.rec.credential(), cred) {
+		t.Errorf("got %+v, want %+v with the credential %x", k, key, cred)
 	}
 	if s.owners.Len() != 1 || s.ranges.Len() != 1 {
 		t.Errorf("records left: got %d, %d; want 1, 1", s.owners.Len(), s.ranges.Len())
@@ -108,7 +95,7 @@ const stepSpan = 24
 type stepModel [stepSpan]uint8
 
 func (m *stepModel) paint(r *rangeRecord) {
-	v := uint8(r.kind)*2 + asByte(r.exclusive)
+	v := uint8(r.kind)*2 + r.exclusive
 	if r.kind == rangeUnlock {
 		v = 0
 	}
@@ -120,10 +107,11 @@ func (m *stepModel) paint(r *rangeRecord) {
 // recorded returns what the next process would restore.
 func recorded(s *State) (m stepModel) {
 	var all []rangeRecord
-	_ = s.ranges.Each(func(_ slotfile.Slot, b []byte) {
-		if r, ok := decodeRange(b); ok && r.kind != rangeLock {
-			all = append(all, r)
+	_ = s.ranges.All(func(_ slotfile.Ref, r *rangeRecord) error {
+		if r.kind != rangeLock {
+			all = append(all, *r)
 		}
+		return nil
 	})
 	slices.SortFunc(all, func(a, b rangeRecord) int { return cmp.Compare(a.seq, b.seq) })
 	for i := range all {
@@ -135,7 +123,6 @@ func recorded(s *State) (m stepModel) {
 // TestEachStepKeepsLocks checks the records after each store of random changes: outside the range
 // of a change they are those of before, and in its range those of before or after the change.
 func TestEachStepKeepsLocks(t *testing.T) {
-	s := createState(t, StateTables())
 	id := Owner{Posix, 1}
 	fh, _ := nfs3.NewFH([]byte("file"))
 	f, o := &file{fh: fh}, &owner{svid: minSVID + 1}
@@ -143,18 +130,22 @@ func TestEachStepKeepsLocks(t *testing.T) {
 	var before, after stepModel
 	var op rangeRecord
 	steps := 0
-	s.step = func() {
+	var s *State
+	s = createState(t, StateTables(), func() {
 		steps++
+		if s == nil {
+			return
+		}
 		got := recorded(s)
 		for i, v := range got {
 			if v != before[i] && v != after[i] {
 				t.Fatalf("%+v: got %v, want\n%v or\n%v", op, got, before, after)
 			}
 		}
-	}
+	})
 	for range 2000 {
 		start := rnd.Uint64N(stepSpan)
-		op = rangeRecord{start: start, end: min(stepSpan-1, start+rnd.Uint64N(12)), exclusive: rnd.IntN(2) == 0,
+		op = rangeRecord{start: start, end: min(stepSpan-1, start+rnd.Uint64N(12)), exclusive: uint8(rnd.IntN(2)),
 			kind: []rangeKind{rangeLock, rangeLock, rangeUnlock, rangeLost, rangeLock}[rnd.IntN(5)]}
 		withdraw := rnd.IntN(8) == 0 && op.kind == rangeLock
 		l := op.lock(id)
@@ -163,7 +154,7 @@ func TestEachStepKeepsLocks(t *testing.T) {
 			done.kind = rangeHeld
 		}
 		if op.kind == rangeLost {
-			op.exclusive, done.exclusive, l.Exclusive = false, false, false
+			op.exclusive, done.exclusive, l.Exclusive = 0, 0, false
 		}
 		if after = before; !withdraw {
 			after.paint(&done)
@@ -206,7 +197,7 @@ func TestEachStepKeepsLocks(t *testing.T) {
 func TestFailedAllocationKeepsRanges(t *testing.T) {
 	specs := StateTables()
 	specs[2].MaxSlots = 2
-	s := createState(t, specs)
+	s := createState(t, specs, nil)
 	fh, _ := nfs3.NewFH([]byte("file"))
 	f, o, id := &file{fh: fh}, &owner{svid: minSVID + 1}, Owner{Posix, 1}
 	key, cred := keyOf(f, id), sunrpc.AppendAuthNone(nil)
@@ -241,7 +232,7 @@ func TestFailedAllocationKeepsRanges(t *testing.T) {
 // TestLockAfterUnlockIntentIsRecorded locks a range that the owner has, while another request of
 // the owner to unlock it waits.
 func TestLockAfterUnlockIntentIsRecorded(t *testing.T) {
-	s := createState(t, StateTables())
+	s := createState(t, StateTables(), nil)
 	fh, _ := nfs3.NewFH([]byte("file"))
 	f, o, id := &file{fh: fh}, &owner{svid: minSVID + 1}, Owner{Posix, 1}
 	key, cred := keyOf(f, id), sunrpc.AppendAuthNone(nil)
@@ -273,7 +264,7 @@ func TestLockAfterUnlockIntentIsRecorded(t *testing.T) {
 // range are compared. The table is that of the changes.
 func TestChangeComparesNearRecords(t *testing.T) {
 	const n = 4096
-	s := createState(t, StateTables())
+	s := createState(t, StateTables(), nil)
 	fh, _ := nfs3.NewFH([]byte("file"))
 	f, o, id := &file{fh: fh}, &owner{svid: minSVID + 1}, Owner{Posix, 1}
 	for i := range uint64(n) {

@@ -1,6 +1,7 @@
 package nlm
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"slices"
@@ -32,11 +33,15 @@ func (c *Client) restoreState() {
 	if s == nil {
 		return
 	}
-	var err error
-	if c.cfg.Caller, err = s.identity(&c.instance, c.cfg.Caller); err != nil {
+	r, err := newClient(c.instance, c.cfg.Caller)
+	if err == nil {
+		r, err = s.identity(r)
+	}
+	if err != nil {
 		c.log.Error("locks fail with ENOLCK: cannot record the identity of this client", "error", err)
 		return
 	}
+	c.instance, c.cfg.Caller = r.instance, text(r.caller[:])
 	kept, invalid, err := s.load()
 	if err != nil || invalid > 0 {
 		c.log.Error("some locks are not restored: records are not valid", "server", c.cfg.Host, "records", invalid,
@@ -59,15 +64,15 @@ func (c *Client) restoreState() {
 
 // restoreHolder restores the locks and the requests of one owner of a file.
 func (c *Client) restoreHolder(k *keptHolder) {
-	id, rec := k.key.id, &k.h.rec
+	id, svid, cred := k.key.id, k.h.rec.svid, bytes.Clone(k.h.rec.credential())
 	if c.mu.owners[id] == nil {
-		c.mu.svids[rec.svid] = struct{}{}
-		c.mu.owners[id] = c.newOwner(rec.svid)
+		c.mu.svids[svid] = struct{}{}
+		c.mu.owners[id] = c.newOwner(svid)
 	}
 	o, f := c.getOwner(id), c.getFile(k.key.fh)
 	defer c.putOwner(id)
 	defer c.putFile(f)
-	_ = c.change(f, &tableChange{id: id, end: maxOffset, cred: rec.cred, all: true, do: func() {
+	_ = c.change(f, &tableChange{id: id, end: maxOffset, cred: cred, all: true, do: func() {
 		for _, r := range k.rows {
 			switch l := r.rec.lock(id); r.rec.kind {
 			case rangeHeld:
@@ -83,7 +88,7 @@ func (c *Client) restoreHolder(k *keptHolder) {
 		}
 	}})
 	if f.has(id) {
-		f.creds[id] = rec.cred
+		f.creds[id] = cred
 	}
 	for _, l := range slices.Concat(f.locks.Owned(id, 0, maxOffset), f.lost.Owned(id, 0, maxOffset)) {
 		c.kept[openKey{f.fh, l.Open}] = struct{}{}
@@ -96,10 +101,10 @@ func (c *Client) restoreHolder(k *keptHolder) {
 			c.getOwner(id)
 			x := c.interrupt(f)
 			x.requests = append(x.requests, &keptRequest{in: &intent{key: k.key, h: k.h, row: r}, o: o,
-				cred: rec.cred, l: r.rec.lock(id)})
+				cred: cred, l: r.rec.lock(id)})
 		}
 	}
-	c.cfg.Service.journalOf().add(c.journalEntryOf(f, o, rec.cred))
+	c.cfg.Service.journalOf().add(c.journalEntryOf(f, o, cred))
 }
 
 // interrupt takes the turn of a file until its requests are settled.
@@ -160,7 +165,7 @@ func (c *Client) settleKept(x *interrupted) {
 		}
 	}
 	for _, r := range x.requests {
-		if r.in.row.rec.kind == rangeLock && r.in.row.rec.wait {
+		if r.in.row.rec.kind == rangeLock && r.in.row.rec.wait == 1 {
 			_, _ = c.callServer(c.ctx, f, nlmwire.ProcCancel, r.cred, c.args(f, r.o, &r.l, true))
 		}
 		err := c.restore(c.ctx, f, r.o, r.cred, &r.l, func(part Lock) error {
@@ -170,7 +175,7 @@ func (c *Client) settleKept(x *interrupted) {
 		if err == nil && c.ctx.Err() == nil {
 			c.withdraw(f, r.l.Owner, r.in)
 		} else {
-			c.settleLater(&request{f: f, o: r.o, cred: r.cred, l: r.l, wait: r.in.row.rec.wait, in: r.in},
+			c.settleLater(&request{f: f, o: r.o, cred: r.cred, l: r.l, wait: r.in.row.rec.wait == 1, in: r.in},
 				c.times.settle)
 		}
 		c.putOwner(r.l.Owner)
@@ -244,7 +249,7 @@ func (c *Client) Detach() {
 // the record, or EINTR after Detach.
 func (c *Client) begin(f *file, o *owner, cred []byte, l *Lock, kind rangeKind, wait bool) (*intent, error) {
 	rec := newRange(kind, l)
-	rec.wait = wait
+	rec.wait = asByte(wait)
 	in, err := c.cfg.State.begin(keyOf(f, l.Owner), o, cred, rec, f.spare(l.Owner, l.Start, l.End))
 	return in, c.recordError(err)
 }

@@ -10,7 +10,6 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/rangelock"
 )
 
@@ -28,9 +27,9 @@ const extraSlots = 2 * maxWaiters
 // StateTables returns the tables that a State needs in a slotfile. Their names begin with "lock".
 func StateTables() []slotfile.TableSpec {
 	return []slotfile.TableSpec{
-		{Name: clientTable, RecordBytes: clientBytes, MaxSlots: 1},
-		{Name: ownerTable, RecordBytes: ownerBytes, MaxSlots: maxLocks + extraSlots},
-		{Name: rangeTable, RecordBytes: rangeBytes, MaxSlots: maxLocks + extraSlots},
+		slotfile.SpecOf[clientRecord](clientTable, 0, 1),
+		slotfile.SpecOf[ownerRecord](ownerTable, 0, maxLocks+extraSlots),
+		slotfile.SpecOf[rangeRecord](rangeTable, 0, maxLocks+extraSlots),
 	}
 }
 
@@ -47,20 +46,20 @@ var (
 // shortened or removed afterwards. Until then the record with the higher sequence number is valid.
 // So the next process finds the locks before or after each change, and nothing between.
 type State struct {
-	client, owners, ranges *slotfile.Table
+	client slotfile.Records[clientRecord]
+	owners slotfile.Records[ownerRecord]
+	ranges slotfile.Records[rangeRecord]
 
 	mu      sync.Mutex // guards the fields below and the tables
 	ended   bool       // the tables must not be used anymore
 	named   bool       // the client table has its record
 	seq     uint64     // of the last record of a range
 	holders map[lockKey]*holder
-
-	step func() // for tests: runs after each change of the table of ranges
 }
 
 // A holder is an owner with records of one file.
 type holder struct {
-	slot    slotfile.Slot
+	ref     slotfile.Ref
 	rec     ownerRecord
 	rows    []row // held and lost ranges, ordered by start
 	partial bool  // rows may differ from the tables: a record has no slot, or the holder is new
@@ -69,8 +68,8 @@ type holder struct {
 
 // A row is a record of a range and its place.
 type row struct {
-	slot slotfile.Slot
-	rec  rangeRecord
+	ref slotfile.Ref
+	rec rangeRecord
 }
 
 // An intent is the record of a request whose result the client does not know yet. A nil *intent is
@@ -79,18 +78,15 @@ type intent struct {
 	key   lockKey
 	h     *holder
 	row   row
-	spare []slotfile.Slot // for the records that the result needs
+	spare []slotfile.Ref // for the records that the result needs
 }
 
-// NewState returns the State in an open file. The tables of the file must include StateTables;
-// otherwise NewState panics. The caller closes the file after Client.Close or Client.Detach.
+// NewState returns the State in an open file, whose tables must include StateTables. The caller
+// closes the file after Client.Close or Client.Detach.
 func NewState(f *slotfile.File) *State {
-	s := &State{client: f.Table(clientTable), owners: f.Table(ownerTable), ranges: f.Table(rangeTable),
-		holders: make(map[lockKey]*holder)}
-	if s.client == nil || s.owners == nil || s.ranges == nil {
-		panic("nlm: the file does not have the tables of StateTables")
-	}
-	return s
+	return &State{client: slotfile.RecordsOf[clientRecord](f, clientTable),
+		owners: slotfile.RecordsOf[ownerRecord](f, ownerTable),
+		ranges: slotfile.RecordsOf[rangeRecord](f, rangeTable), holders: make(map[lockKey]*holder)}
 }
 
 // end makes all later changes fail, so that the file may be closed.
@@ -114,11 +110,11 @@ func (s *State) begin(key lockKey, o *owner, cred []byte, rec rangeRecord, spare
 	if s.ended {
 		return nil, errStateEnded
 	}
-	slot, err := s.ranges.Alloc()
+	ref, err := s.ranges.Reserve()
 	if err != nil {
 		return nil, err
 	}
-	in := &intent{key: key, row: row{slot: slot, rec: rec}}
+	in := &intent{key: key, row: row{ref, rec}}
 	if err := s.fill(in, spare); err != nil {
 		s.drop(in)
 		return nil, err
@@ -128,7 +124,7 @@ func (s *State) begin(key lockKey, o *owner, cred []byte, rec rangeRecord, spare
 		return nil, err
 	}
 	in.h.intents++
-	in.row.rec.owner = in.h.slot
+	in.row.rec.owner = in.h.ref
 	s.put(&in.row)
 	return in, nil
 }
@@ -149,11 +145,11 @@ func (s *State) reserve(in *intent, n int) error {
 // fill allocates spare slots. The caller holds mu.
 func (s *State) fill(in *intent, n int) error {
 	for len(in.spare) < n {
-		slot, err := s.ranges.Alloc()
+		ref, err := s.ranges.Reserve()
 		if err != nil {
 			return err
 		}
-		in.spare = append(in.spare, slot)
+		in.spare = append(in.spare, ref)
 	}
 	return nil
 }
@@ -169,13 +165,12 @@ func (s *State) holder(key lockKey, o *owner, cred []byte) (*holder, error) {
 	if len(cred) > maxCred {
 		return nil, errCredSize
 	}
-	slot, err := s.owners.Alloc()
-	if err != nil {
+	h := &holder{rec: newOwnerRecord(key, o.svid), partial: true}
+	h.rec.setCredential(cred)
+	var err error
+	if h.ref, err = s.owners.Add(&h.rec, 0); err != nil {
 		return nil, err
 	}
-	h := &holder{slot: slot, partial: true,
-		rec: ownerRecord{fh: key.fh, id: key.id, svid: o.svid, cred: bytes.Clone(cred)}}
-	s.owners.Put(slot, h.rec.encode())
 	s.holders[key] = h
 	return h, nil
 }
@@ -184,26 +179,13 @@ func (s *State) holder(key lockKey, o *owner, cred []byte) (*holder, error) {
 func (s *State) put(r *row) {
 	s.seq++
 	r.rec.seq = s.seq
-	s.ranges.Put(r.slot, r.rec.encode())
-	s.stepped()
-}
-
-// free removes the record of a range. The caller holds mu.
-func (s *State) free(slot slotfile.Slot) {
-	s.ranges.Free(slot)
-	s.stepped()
-}
-
-func (s *State) stepped() {
-	if s.step != nil {
-		s.step()
-	}
+	s.ranges.Set(r.ref, &r.rec)
 }
 
 // drop frees the slots of an intent, and its holder if nothing else is recorded about it. The
 // caller holds mu.
 func (s *State) drop(in *intent) {
-	s.free(in.row.slot)
+	s.ranges.Remove(&in.row.ref)
 	s.dropSpare(in)
 	if in.h != nil {
 		in.h.intents--
@@ -212,15 +194,15 @@ func (s *State) drop(in *intent) {
 }
 
 func (s *State) dropSpare(in *intent) {
-	for _, slot := range in.spare {
-		s.free(slot)
+	for i := range in.spare {
+		s.ranges.Remove(&in.spare[i])
 	}
 	in.spare = nil
 }
 
 func (s *State) dropHolder(key lockKey, h *holder) {
 	if s.holders[key] == h && h.intents == 0 && len(h.rows) == 0 {
-		s.owners.Free(h.slot)
+		s.owners.Remove(&h.ref)
 		delete(s.holders, key)
 	}
 }
@@ -273,9 +255,9 @@ func (s *State) apply(c *stateChange) (ok bool, err error) {
 			return true, err
 		}
 	}
-	if c.cred != nil && len(c.cred) <= maxCred && !bytes.Equal(c.cred, h.rec.cred) {
-		h.rec.cred = bytes.Clone(c.cred)
-		s.owners.Put(h.slot, h.rec.encode())
+	if c.cred != nil && len(c.cred) <= maxCred && !bytes.Equal(c.cred, h.rec.credential()) {
+		h.rec.setCredential(c.cred)
+		s.owners.Set(h.ref, &h.rec)
 	}
 	err = s.rewrite(h, c)
 	if in := c.in; in != nil {
@@ -317,7 +299,7 @@ func (s *State) rewrite(h *holder, c *stateChange) error {
 			p.todo = append(p.todo, target[i])
 			i++
 		}
-		if i < len(target) && target[i].same(&r.rec) && !force(&r.rec) {
+		if i < len(target) && target[i].same(r.rec) && !force(&r.rec) {
 			p.done = append(p.done, r)
 			i++
 			continue
@@ -371,26 +353,26 @@ func (p *placing) replace(old *row) {
 	case p.err != nil:
 		p.done = append(p.done, *old) // its range may have no other record
 	case last >= 0:
-		p.use(last, old.slot)
+		p.use(last, old.ref)
 	default:
-		p.s.free(old.slot)
+		p.s.ranges.Remove(&old.ref)
 	}
 }
 
 func (p *placing) useSpare(i int) {
-	var slot slotfile.Slot
+	var ref slotfile.Ref
 	if in := p.in; in != nil && len(in.spare) > 0 {
-		slot, in.spare = in.spare[len(in.spare)-1], in.spare[:len(in.spare)-1]
-	} else if slot, p.err = p.s.ranges.Alloc(); p.err != nil {
+		ref, in.spare = in.spare[len(in.spare)-1], in.spare[:len(in.spare)-1]
+	} else if ref, p.err = p.s.ranges.Reserve(); p.err != nil {
 		return
 	}
-	p.use(i, slot)
+	p.use(i, ref)
 }
 
 // use writes record i of the list into a slot.
-func (p *placing) use(i int, slot slotfile.Slot) {
-	r := row{slot, p.todo[i]}
-	r.rec.owner = p.h.slot
+func (p *placing) use(i int, ref slotfile.Ref) {
+	r := row{ref, p.todo[i]}
+	r.rec.owner = p.h.ref
 	p.s.put(&r)
 	p.done = append(p.done, r)
 	if i == 0 { // the usual case, without a move of the others
@@ -400,30 +382,19 @@ func (p *placing) use(i int, slot slotfile.Slot) {
 	}
 }
 
-// identity returns the identity of the client that the file has. If there is none, it records the
-// one that the arguments give.
-func (s *State) identity(instance *[8]byte, caller string) (kept string, err error) {
+// identity records the identity of the client, or returns the one that the file has.
+func (s *State) identity(r *clientRecord) (*clientRecord, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	kept = caller
-	err = s.client.Each(func(_ slotfile.Slot, b []byte) {
-		if r, ok := decodeClient(b); ok {
-			*instance, kept, s.named = r.instance, r.caller, true
-		}
+	err := s.client.All(func(_ slotfile.Ref, kept *clientRecord) error {
+		r, s.named = kept, true
+		return nil
 	})
-	if err != nil || s.named {
-		return kept, err
+	if err == nil && !s.named {
+		_, err = s.client.Add(r, 0)
+		s.named = err == nil
 	}
-	if len(caller) > nlmwire.MaxName {
-		return kept, errors.New("name of this host is too long")
-	}
-	slot, err := s.client.Alloc()
-	if err != nil {
-		return kept, err
-	}
-	s.client.Put(slot, (&clientRecord{*instance, caller}).encode())
-	s.named = true
-	return kept, nil
+	return r, err
 }
 
 // A keptHolder has the records of a holder that an earlier process left.
@@ -438,37 +409,38 @@ type keptHolder struct {
 func (s *State) load() (kept []*keptHolder, invalid int, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	bySlot := make(map[slotfile.Slot]*keptHolder)
+	byRef := make(map[slotfile.Ref]*keptHolder)
 	svids, ids := make(map[uint32]Owner), make(map[Owner]uint32)
-	err = s.owners.Each(func(slot slotfile.Slot, b []byte) {
-		rec, ok := decodeOwner(b)
-		key := lockKey{rec.fh, rec.id}
-		id, svidUsed := svids[rec.svid]
-		svid, idUsed := ids[rec.id]
-		if !ok || s.holders[key] != nil || svidUsed && id != rec.id || idUsed && svid != rec.svid {
-			invalid++
-			s.owners.Free(slot)
-			return
+	err = s.owners.All(func(ref slotfile.Ref, r *ownerRecord) error {
+		if r.valid() {
+			key := r.key()
+			id, svidUsed := svids[r.svid]
+			svid, idUsed := ids[key.id]
+			if s.holders[key] == nil && (!svidUsed || id == key.id) && (!idUsed || svid == r.svid) {
+				svids[r.svid], ids[key.id] = key.id, r.svid
+				k := &keptHolder{key: key, h: &holder{ref: ref, rec: *r}}
+				byRef[ref], s.holders[key] = k, k.h
+				return nil
+			}
 		}
-		svids[rec.svid], ids[rec.id] = rec.id, rec.svid
-		k := &keptHolder{key: key, h: &holder{slot: slot, rec: rec}}
-		bySlot[slot], s.holders[key] = k, k.h
+		invalid++
+		s.owners.Remove(&ref)
+		return nil
 	})
 	if err != nil {
 		return nil, invalid, err
 	}
-	err = s.ranges.Each(func(slot slotfile.Slot, b []byte) {
-		rec, ok := decodeRange(b)
-		k := bySlot[rec.owner]
-		if !ok || k == nil {
-			invalid++
-			s.free(slot)
-			return
+	err = s.ranges.All(func(ref slotfile.Ref, r *rangeRecord) error {
+		if k := byRef[r.owner]; k != nil && r.valid() {
+			s.seq = max(s.seq, r.seq)
+			k.rows = append(k.rows, row{ref, *r})
+			return nil
 		}
-		s.seq = max(s.seq, rec.seq)
-		k.rows = append(k.rows, row{slot, rec})
+		invalid++
+		s.ranges.Remove(&ref)
+		return nil
 	})
-	for _, k := range bySlot {
+	for _, k := range byRef {
 		slices.SortFunc(k.rows, func(a, b row) int { return cmp.Compare(a.rec.seq, b.rec.seq) })
 		for _, r := range k.rows {
 			if r.rec.kind.intent() {
