@@ -31,7 +31,7 @@ func (t Records[T]) Add(r *T, counter uint64) (Ref, error) {
 	if t.counters > 0 {
 		t.StoreUint64(s, 0, counter)
 	}
-	t.Put(s, recordBytes(r))
+	t.Put(s, Bytes(r))
 	t.noteChange()
 	return Ref(s) + 1, nil
 }
@@ -48,7 +48,7 @@ func (t Records[T]) Reserve() (Ref, error) {
 // Set stores a record or replaces it. It does nothing if ref is 0.
 func (t Records[T]) Set(ref Ref, r *T) {
 	if ref != 0 {
-		t.Put(Slot(ref-1), recordBytes(r))
+		t.Put(Slot(ref-1), Bytes(r))
 		t.noteChange()
 	}
 }
@@ -78,7 +78,7 @@ func (t Records[T]) All(f func(ref Ref, r *T) error) error {
 	var failed error
 	err := t.Each(func(s Slot, b []byte) {
 		var r T
-		copy(recordBytes(&r), b)
+		copy(Bytes(&r), b)
 		if failed == nil {
 			failed = f(Ref(s)+1, &r)
 		}
@@ -100,7 +100,7 @@ func (t *Table) noteChange() {
 	}
 }
 
-// recordBytes returns the memory of a record.
-func recordBytes[T any](r *T) []byte {
+// Bytes returns the memory of a record.
+func Bytes[T any](r *T) []byte {
 	return unsafe.Slice((*byte)(unsafe.Pointer(r)), unsafe.Sizeof(*r))
 }

@@ -114,7 +114,6 @@ type Client struct {
 	cookie   atomic.Uint64
 	logged   atomic.Bool // the missing service was logged
 	called   atomic.Bool // the server has called back
-	detached atomic.Bool // the journal must not change anymore
 
 	stateLogged atomic.Bool // a failed record was logged
 	limits      logLimits
@@ -239,21 +238,33 @@ func (c *Client) Close() { c.CloseWithin(c.times.release) }
 // CloseWithin is Close with a bound of the time for the release of the locks. The server keeps
 // those that are not released until it learns that this client has gone.
 func (c *Client) CloseWithin(release time.Duration) {
-	if c.detached.Load() {
+	if c.isClosed() {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), release)
 	defer cancel()
 	c.releaseAll(ctx)
+	c.end((*Service).remove)
+}
+
+// end ends all work. leave removes the client from the service.
+func (c *Client) end(leave func(*Service, *Client)) {
 	c.mu.Lock()
 	c.mu.closed = true
 	c.mu.Unlock()
 	c.cancel()
 	c.work.Wait()
 	if c.cfg.Service != nil {
-		c.cfg.Service.remove(c)
+		leave(c.cfg.Service, c)
 	}
 	c.link.close()
+	c.cfg.State.close()
+}
+
+func (c *Client) isClosed() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.mu.closed
 }
 
 // Abort ends all calls. The server keeps the locks until it learns that this client has gone.
@@ -345,7 +356,7 @@ func (c *Client) getOwner(id Owner) *owner {
 }
 
 func (c *Client) newOwner(svid uint32) *owner {
-	return &owner{svid: svid, oh: binary.BigEndian.AppendUint32(append([]byte(nil), c.instance[:]...), svid)}
+	return &owner{svid: svid, oh: ownerHandle(c.instance, svid)}
 }
 
 func (c *Client) putOwner(id Owner) {
@@ -379,28 +390,7 @@ func (c *Client) clear(f *file, id Owner, start, end uint64, in *intent) error {
 	if !f.has(id) {
 		delete(f.creds, id)
 	}
-	c.forget(f, id)
 	return nil
-}
-
-// remember records that an owner may get a lock of f at the server. The caller has the turn.
-func (c *Client) remember(f *file, id Owner, o *owner, cred []byte) {
-	if j := c.cfg.Service.journalOf(); j != nil && !f.has(id) {
-		j.add(c.journalEntryOf(f, o, cred))
-	}
-}
-
-// forget records that an owner without locks of f in the tables has none at the server. The caller
-// has the turn.
-func (c *Client) forget(f *file, id Owner) {
-	j := c.cfg.Service.journalOf()
-	if j == nil || f.has(id) || c.detached.Load() {
-		return
-	}
-	c.mu.Lock()
-	o := c.mu.owners[id]
-	c.mu.Unlock()
-	j.remove(c.journalKeyOf(f, o))
 }
 
 func (f *file) has(id Owner) bool {

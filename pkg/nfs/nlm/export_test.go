@@ -12,8 +12,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// MinJournalLines is the length from which on a journal is rewritten.
-const MinJournalLines = minJournalLines
+// OwnersHead is the length of the header of a file of owners.
+const OwnersHead = ownersHead
 
 // Quick makes a client that New returns poll and retry within milliseconds, also while it restores
 // locks. The client connects with dial, if that is not nil.
@@ -85,6 +85,9 @@ func (c *Client) Patient() {
 
 // SetPortmap makes the service use another port mapper.
 func (c *ServiceConfig) SetPortmap(port int) { c.portmapPort = port }
+
+// SetRetry makes the service retry the release of locks sooner.
+func (c *ServiceConfig) SetRetry(d time.Duration) { c.staleRetry = d }
 
 // Handle executes one call as if it came from the address.
 func (s *Service) Handle(from netip.AddrPort, message []byte) []byte { return s.handle(from, message) }

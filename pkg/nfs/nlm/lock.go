@@ -175,7 +175,6 @@ func (c *Client) lockOnce(ctx context.Context, req *request) (*retry, error) {
 	if err := c.record(req); err != nil {
 		return nil, err
 	}
-	c.remember(f, req.l.Owner, req.o, req.cred)
 	req.sent = true
 	stat, err := c.callLock(ctx, req.f, req.o, req.cred, &req.l, req.wait, false)
 	if err != nil {
@@ -223,7 +222,7 @@ func (c *Client) record(req *request) error {
 // refused ends a request that the server does not have. The caller has the turn.
 func (c *Client) refused(req *request) {
 	req.sent = false
-	c.withdraw(req.f, req.l.Owner, req.in)
+	c.cfg.State.withdraw(req.in)
 	req.in = nil
 }
 
@@ -292,7 +291,7 @@ func (c *Client) trySettle(req *request, place *place) bool {
 	if err != nil || c.ctx.Err() != nil {
 		return false
 	}
-	c.withdraw(f, l.Owner, req.in)
+	c.cfg.State.withdraw(req.in)
 	return true
 }
 
@@ -375,7 +374,7 @@ func (c *Client) Unlock(ctx context.Context, cred []byte, fh nfs3.FH, id Owner, 
 	}
 	defer f.release()
 	if err == nil && stat == nlmwire.DeniedNoLocks { // it would split a lock of the server
-		c.withdraw(f, id, in)
+		c.cfg.State.withdraw(in)
 		return stat.Errno()
 	}
 	return c.clear(f, id, start, end, in) // what the server does not unlock, it does not have

@@ -16,7 +16,6 @@ import (
 type interrupted struct {
 	f        *file
 	requests []*keptRequest
-	stale    []*journalEntry // owners that are in the journal only
 }
 
 // A keptRequest is a LOCK or UNLOCK that an earlier process may have sent.
@@ -29,6 +28,9 @@ type keptRequest struct {
 
 // restoreState restores what an earlier process recorded. It precedes all requests.
 func (c *Client) restoreState() {
+	if c.cfg.State == nil {
+		c.cfg.State = c.cfg.Service.newState()
+	}
 	s := c.cfg.State
 	if s == nil {
 		return
@@ -42,6 +44,7 @@ func (c *Client) restoreState() {
 		return
 	}
 	c.instance, c.cfg.Caller = r.instance, text(r.caller[:])
+	s.copy = c.cfg.Service.claimOwners(&c.cfg, r)
 	kept, invalid, err := s.load()
 	if err != nil || invalid > 0 {
 		c.log.Error("some locks are not restored: records are not valid", "server", c.cfg.Host, "records", invalid,
@@ -50,11 +53,8 @@ func (c *Client) restoreState() {
 	for _, k := range kept {
 		c.restoreHolder(k)
 	}
-	c.restoreJournal()
-	if len(kept) > 0 || len(c.interrupted) > 0 {
-		if len(kept) > 0 {
-			c.link.expect()
-		}
+	if len(kept) > 0 {
+		c.link.expect()
 		c.restored = true
 		c.restoring.Add(1)
 		c.log.Info("locks restored", "server", c.cfg.Host, "locks", c.Counters.Held.Load(),
@@ -104,7 +104,6 @@ func (c *Client) restoreHolder(k *keptHolder) {
 				cred: cred, l: r.rec.lock(id)})
 		}
 	}
-	c.cfg.Service.journalOf().add(c.journalEntryOf(f, o, cred))
 }
 
 // interrupt takes the turn of a file until its requests are settled.
@@ -116,23 +115,6 @@ func (c *Client) interrupt(f *file) *interrupted {
 		c.interrupted[f] = x
 	}
 	return x
-}
-
-// restoreJournal takes the entries of the journal that belong to this client. The server may still
-// have locks of owners that the State does not have anymore.
-func (c *Client) restoreJournal() {
-	j := c.cfg.Service.journalOf()
-	for _, e := range j.claim(c.cfg.Host, c.instance[:]) {
-		fh, ok := validFH(e.FH)
-		if !ok {
-			j.remove(e.key())
-			continue
-		}
-		f := c.getFile(fh)
-		x := c.interrupt(f)
-		x.stale = append(x.stale, e)
-		c.putFile(f)
-	}
 }
 
 // finishRestore reclaims the restored locks as after a lost connection, and then settles the
@@ -158,12 +140,6 @@ func (c *Client) settleKept(x *interrupted) {
 	f := x.f
 	defer c.putFile(f)
 	defer f.release()
-	for _, e := range x.stale {
-		o := &owner{svid: e.SVID, oh: e.OH}
-		if c.unlockCall(c.ctx, f, o, e.Cred, Owner{}, 0, maxOffset) == nil && !c.detached.Load() {
-			c.cfg.Service.journalOf().remove(e.key())
-		}
-	}
 	for _, r := range x.requests {
 		if r.in.row.rec.kind == rangeLock && r.in.row.rec.wait == 1 {
 			_, _ = c.callServer(c.ctx, f, nlmwire.ProcCancel, r.cred, c.args(f, r.o, &r.l, true))
@@ -173,7 +149,7 @@ func (c *Client) settleKept(x *interrupted) {
 			return nil
 		})
 		if err == nil && c.ctx.Err() == nil {
-			c.withdraw(f, r.l.Owner, r.in)
+			c.cfg.State.withdraw(r.in)
 		} else {
 			c.settleLater(&request{f: f, o: r.o, cred: r.cred, l: r.l, wait: r.in.row.rec.wait == 1, in: r.in},
 				c.times.settle)
@@ -228,21 +204,11 @@ func (c *Client) ReleaseStale(isOpen func(fh nfs3.FH, open uint64) bool) {
 // of the process would. Calls in progress return EINTR. The next client with the State has the
 // locks. Detach replaces Close. Afterwards the file of the State may be closed.
 func (c *Client) Detach() {
-	c.mu.Lock()
-	closed := c.mu.closed
-	c.mu.closed = true
-	c.mu.Unlock()
-	if closed {
+	if c.isClosed() {
 		return
 	}
 	c.cfg.State.end()
-	c.detached.Store(true)
-	c.cancel()
-	c.work.Wait()
-	if c.cfg.Service != nil {
-		c.cfg.Service.leave(c)
-	}
-	c.link.close()
+	c.end(func(s *Service, c *Client) { s.leave(c) })
 }
 
 // begin records a request that is about to be sent. The error is ENOLCK when there is no room for
@@ -266,13 +232,6 @@ func (c *Client) recordError(err error) error {
 		c.log.Error("some locks fail with ENOLCK: cannot record them for a restart of this daemon", "error", err)
 	}
 	return syscall.ENOLCK
-}
-
-// withdraw forgets a request that left no lock at the server. The caller has the turn.
-func (c *Client) withdraw(f *file, id Owner, in *intent) {
-	if c.cfg.State.withdraw(in) {
-		c.forget(f, id)
-	}
 }
 
 // spare returns the number of additional records that a change of a range may need.

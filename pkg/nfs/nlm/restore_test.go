@@ -4,8 +4,8 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"maps"
 	"os"
-	"path/filepath"
 	"slices"
 	"syscall"
 	"testing"
@@ -450,75 +450,66 @@ func TestUnlockOfLostLockReachesServer(t *testing.T) {
 	}
 }
 
-// TestJournalKeepsRestoredLocks restarts a daemon with two mounts, of which one is not restored,
-// while an UNLOCK of the other one is in flight.
-func TestJournalKeepsRestoredLocks(t *testing.T) {
+// TestOtherLocksOfKilledDaemonAreReleased restarts a daemon with three mounts, of which one is
+// restored, while an UNLOCK of this one is in flight. One of the others has a State that is lost.
+func TestOtherLocksOfKilledDaemonAreReleased(t *testing.T) {
 	s := startLockServer(t)
 	dir := t.TempDir()
-	k := newKeptFile(t, s, nlm.StateTables())
+	k, lost := newKeptFile(t, s, nlm.StateTables()), newKeptFile(t, s, nlm.StateTables())
 	service := nlm.NewService(nlm.ServiceConfig{StateDir: dir, Restore: true})
 	service.Restored()
 	use := func(cfg *nlm.Config) { cfg.Service = service }
-	c, gone := k.client(use), s.client(use)
-	mustLock(t, gone, exclusive(bob, 500, 509))
+	c, gone := k.client(use), []*nlm.Client{s.client(use), lost.client(use)}
+	mustLock(t, gone[0], exclusive(bob, 500, 509))
+	mustLock(t, gone[1], exclusive(bob, 600, 609))
 	mustLock(t, c, exclusive(alice, 0, 9))
 	mustLock(t, c, exclusive(bob, 20, 29))
-	before := journalOf(t, dir)
+	before := ownersIn(t, dir)
 	k.interrupt(c, nlmwire.ProcUnlock, func(ctx context.Context) error {
 		return c.Unlock(ctx, cred, fh, bob, 0, whole)
 	})
-	gone.Detach()
+	gone[0].Detach()
+	gone[1].Detach()
 	service.Close()
-	if after := journalOf(t, dir); !bytes.Equal(after, before) {
-		t.Errorf("journal: got\n%s\nwant\n%s", after, before)
+	if after := ownersIn(t, dir); !maps.Equal(after, before) || len(after) != 3 {
+		t.Errorf("owners: got\n%q\nwant\n%q", after, before)
 	}
 
 	service = nlm.NewService(nlm.ServiceConfig{StateDir: dir, Restore: true})
 	c = k.restart(c, use)
 	c.WaitRestored()
 	wantTable(t, c, exclusive(alice, 0, 9))
-	if n := s.locks(); n != 2 { // those of alice and of the other mount
-		t.Errorf("locks before Restored: got %d, want 2", n)
+	if n := s.locks(); n != 3 { // those of alice and of the other mounts
+		t.Errorf("locks before Restored: got %d, want 3", n)
 	}
 	service.Restored()
-	kit.Eventually(t, "release", func() bool { return s.locks() == 1 })
+	kit.Eventually(t, "release", func() bool { return len(ownersIn(t, dir)) == 1 })
 	wantLock(t, s.client(nil), shared(bob, 0, 0), syscall.EAGAIN)
+	if n := s.locks(); n != 1 {
+		t.Errorf("locks after Restored: got %d, want 1", n)
+	}
 	release(t, c, alice)
-	kit.Eventually(t, "three released owners in the journal", func() bool {
-		return bytes.Count(journalOf(t, dir), []byte(released)) == 3
-	})
-	c.Detach()
+	c.Close()
 	service.Close()
-	if _, err := os.Stat(filepath.Join(dir, "held-locks")); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("journal: got error %v, want %v", err, os.ErrNotExist)
+	if n := len(ownersIn(t, dir)); n != 0 {
+		t.Errorf("files after Close: got %d, want none", n)
 	}
 }
 
-// TestOwnerOfJournalOnlyIsReleased has a journal with an owner of the restored client that the
-// State does not have. The client itself releases it: the program may lock the file again at any
-// time.
-func TestOwnerOfJournalOnlyIsReleased(t *testing.T) {
+// TestGivenUpMountIsReleased ends a client that restores locks, as a forced unmount does before the
+// server answers. The state directory is another one.
+func TestGivenUpMountIsReleased(t *testing.T) {
 	s := startLockServer(t)
-	dir := t.TempDir()
 	k := newKeptFile(t, s, nlm.StateTables())
-	service := nlm.NewService(nlm.ServiceConfig{StateDir: dir})
+	service := nlm.NewService(nlm.ServiceConfig{StateDir: t.TempDir(), Restore: true})
 	use := func(cfg *nlm.Config) { cfg.Service = service }
 	c := k.client(use)
 	mustLock(t, c, exclusive(alice, 0, 9))
-	held := journalOf(t, dir)
-	mustUnlock(t, c, alice, 0, 9)
 	c.Detach()
 	service.Close()
-	kit.Must(t, os.WriteFile(filepath.Join(dir, "held-locks"), held, 0o600))
-	service = nlm.NewService(nlm.ServiceConfig{StateDir: dir, Restore: true})
+	service = nlm.NewService(nlm.ServiceConfig{StateDir: t.TempDir(), Restore: true})
 	t.Cleanup(service.Close)
-	unlocks := s.count(nlmwire.ProcUnlock)
-	c = k.restart(c, use)
-	c.WaitRestored()
-	if n := s.count(nlmwire.ProcUnlock) - unlocks; n != 1 {
-		t.Errorf("calls of UNLOCK: got %d, want 1", n)
-	}
-	if b := journalOf(t, dir); !bytes.Contains(b, []byte(released)) {
-		t.Errorf("journal: got %s", b)
-	}
+	k.restart(c, use).Detach()
+	service.Restored()
+	kit.Eventually(t, "release", func() bool { return s.locks() == 0 })
 }

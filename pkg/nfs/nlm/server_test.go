@@ -269,11 +269,33 @@ func (s *lockServer) client(change func(*nlm.Config)) *nlm.Client {
 	return c
 }
 
-// journalingClient returns a client with a journal in dir.
-func (s *lockServer) journalingClient(dir string) *nlm.Client {
+// recordedClient returns a client whose owners are recorded in dir.
+func (s *lockServer) recordedClient(dir string) *nlm.Client {
 	service := nlm.NewService(nlm.ServiceConfig{StateDir: dir})
 	s.t.Cleanup(service.Close)
 	return s.client(func(cfg *nlm.Config) { cfg.Service = service })
+}
+
+// left returns a directory with the files that a killed process leaves in dir.
+func left(t *testing.T, dir string) string {
+	t.Helper()
+	copied := t.TempDir()
+	kit.Must(t, os.CopyFS(copied, os.DirFS(dir)))
+	return copied
+}
+
+// ownersIn returns the files of owners in dir, with their content.
+func ownersIn(t *testing.T, dir string) map[string]string {
+	t.Helper()
+	paths, err := filepath.Glob(filepath.Join(dir, "locks-1-*"))
+	kit.Must(t, err)
+	files := make(map[string]string)
+	for _, path := range paths {
+		if b, err := os.ReadFile(path); err == nil { // not removed meanwhile
+			files[path] = string(b)
+		}
+	}
+	return files
 }
 
 var (

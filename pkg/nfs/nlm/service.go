@@ -7,8 +7,10 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -35,16 +37,17 @@ type ServiceConfig struct {
 	// Listen is ADDRESS:PORT for the calls of servers, on TCP and UDP. Port 0 takes a free port; ""
 	// receives no calls.
 	Listen string
-	// StateDir keeps a journal, from which the next daemon releases the locks of a killed one; ""
-	// for none.
+	// StateDir keeps the owners of locks, so that the next daemon releases the locks of a killed
+	// one; "" for none.
 	StateDir string
 	// Restore means that clients with the State of the earlier daemon follow. The service then
 	// releases no lock of the earlier daemon before Restored is called, and none that such a client
-	// has. Without Restored the journal keeps the other locks for the next daemon.
+	// has. Without Restored the other locks stay for the next daemon.
 	Restore bool
 	Logger  hclog.Logger
 
-	portmapPort int // for tests; 0 means 111
+	portmapPort int           // for tests; 0 means 111
+	staleRetry  time.Duration // for tests; 0 means staleRetry
 }
 
 // A Service receives the calls of lock servers for all mounts of a daemon: GRANTED of NLM, and the
@@ -52,9 +55,10 @@ type ServiceConfig struct {
 // port mapper or with a kernel lock service: servers could not find it. Its methods may be called
 // concurrently, except Close, which comes last. A nil *Service is valid and does nothing.
 type Service struct {
-	cfg     ServiceConfig
-	log     hclog.Logger
-	journal *journal // nil for none
+	cfg    ServiceConfig
+	log    hclog.Logger
+	dir    *os.File    // the state directory, locked; nil for none
+	logged atomic.Bool // that owners are not recorded
 
 	start   sync.Once
 	release sync.Once // of the locks of the earlier daemon
@@ -69,9 +73,10 @@ type Service struct {
 		hosts      map[netip.Addr]*monitored
 		conns      map[net.Conn]netip.Addr // with the peer
 		registered []mapping
-		callbacks  bool // servers can call this service
-		foreign    bool // servers call another lock service of this host
-		statd      int  // TCP port of the status monitor of this host; 0 for none
+		stale      map[string]struct{} // files of an earlier process that no client has claimed
+		callbacks  bool                // servers can call this service
+		foreign    bool                // servers call another lock service of this host
+		statd      int                 // TCP port of the status monitor of this host; 0 for none
 		nsmState   uint32
 		addr       net.Addr
 		reason     string // why servers cannot call this service
@@ -95,11 +100,18 @@ func NewService(cfg ServiceConfig) *Service {
 	if cfg.portmapPort == 0 {
 		cfg.portmapPort = mountd.PortmapPort
 	}
+	if cfg.staleRetry == 0 {
+		cfg.staleRetry = staleRetry
+	}
 	s := &Service{cfg: cfg, log: cfg.Logger, ready: make(chan struct{})}
 	s.mu.clients, s.mu.hosts = make(map[*Client]struct{}), make(map[netip.Addr]*monitored)
-	s.mu.conns = make(map[net.Conn]netip.Addr)
+	s.mu.conns, s.mu.stale = make(map[net.Conn]netip.Addr), make(map[string]struct{})
 	s.ctx, s.end = context.WithCancel(context.Background())
-	s.openJournal()
+	if cfg.StateDir != "" {
+		if err := s.openStateDir(); err != nil {
+			s.notRecorded(err)
+		}
+	}
 	if !cfg.Restore {
 		s.Restored()
 	}
@@ -125,15 +137,9 @@ func (s *Service) Close() {
 	}
 	s.mu.Unlock()
 	s.work.Wait()
-	s.journal.close()
-}
-
-// journalOf returns the journal of s, nil for none.
-func (s *Service) journalOf() *journal {
-	if s == nil {
-		return nil
+	if s.dir != nil {
+		s.dir.Close()
 	}
-	return s.journal
 }
 
 func (s *Service) registrations() []mapping {

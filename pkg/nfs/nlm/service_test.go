@@ -2,17 +2,18 @@ package nlm_test
 
 import (
 	"bytes"
-	"encoding/json"
-	"errors"
 	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
@@ -327,69 +328,138 @@ func TestOnePeerCannotTakeAllConnections(t *testing.T) {
 	}
 }
 
-const released = `"released":true`
-
-func journalOf(t *testing.T, dir string) []byte {
-	t.Helper()
-	b, err := os.ReadFile(filepath.Join(dir, "held-locks"))
-	kit.Must(t, err)
-	return b
-}
-
-// TestKilledDaemonLeavesNoLocks keeps the journal of a service that is not closed in order, and
-// starts another service with it.
+// TestKilledDaemonLeavesNoLocks starts a service with what a killed daemon left. The server first
+// does not answer.
 func TestKilledDaemonLeavesNoLocks(t *testing.T) {
 	s := startLockServer(t)
 	dir := t.TempDir()
-	c := s.journalingClient(dir)
+	c := s.recordedClient(dir)
 	mustLock(t, c, exclusive(alice, 0, 9))
 	mustLock(t, c, shared(bob, 20, 29))
 	mustLock(t, c, exclusive(nlm.Owner{Kind: nlm.Flock, ID: 3}, 40, 40))
 	release(t, c, bob)
-	killed := t.TempDir()
-	path := filepath.Join(killed, "held-locks")
-	kit.Must(t, os.WriteFile(path, append(journalOf(t, dir), `{"host":"127.0.0.1","fh":"incompl`...), 0o600))
 	if n := s.locks(); n != 2 {
 		t.Fatalf("locks before the restart: got %d, want 2", n)
 	}
-	second := nlm.NewService(nlm.ServiceConfig{StateDir: killed})
-	kit.Eventually(t, "release", func() bool { // bob's is the first one
-		return bytes.Count(journalOf(t, killed), []byte(released)) == 3
+	killed, unlocks := left(t, dir), s.count(nlmwire.ProcUnlock)
+	s.setAnswer(func(c *call) reply {
+		if c.proc != nlmwire.ProcUnlock || s.count(nlmwire.ProcUnlock) > unlocks+2 {
+			return pass
+		}
+		return c.stat(nlmwire.DeniedGracePeriod)
 	})
+	cfg := nlm.ServiceConfig{StateDir: killed}
+	cfg.SetRetry(time.Millisecond)
+	second := nlm.NewService(cfg)
+	kit.Eventually(t, "release", func() bool { return len(ownersIn(t, killed)) == 0 })
 	second.Close()
+	if n, calls := s.locks(), s.count(nlmwire.ProcUnlock)-unlocks; n != 0 || calls != 4 { // not of bob
+		t.Errorf("got %d locks, %d calls of UNLOCK; want 0, 4", n, calls)
+	}
+}
+
+// TestClosedClientLeavesOwners closes a client while its server does not answer. The next daemon
+// releases the locks.
+func TestClosedClientLeavesOwners(t *testing.T) {
+	s := startLockServer(t)
+	dir := t.TempDir()
+	service := nlm.NewService(nlm.ServiceConfig{StateDir: dir})
+	use := func(cfg *nlm.Config) { cfg.Service = service }
+	c, other := s.client(use), s.client(use)
+	mustLock(t, c, exclusive(alice, 0, 9))
+	mustLock(t, other, exclusive(bob, 20, 29))
+	other.Close()
+	s.setAnswer(func(c *call) reply { return c.stat(nlmwire.DeniedGracePeriod) })
+	c.CloseWithin(time.Millisecond)
+	service.Close()
+	s.setAnswer(nil)
+	if n := len(ownersIn(t, dir)); n != 1 || s.locks() != 1 {
+		t.Fatalf("got %d files, %d locks; want 1, 1", n, s.locks())
+	}
+	service = nlm.NewService(nlm.ServiceConfig{StateDir: dir})
+	kit.Eventually(t, "release", func() bool { return len(ownersIn(t, dir)) == 0 })
+	service.Close()
 	if n := s.locks(); n != 0 {
 		t.Errorf("locks after the release: got %d, want none", n)
 	}
-	if _, err := os.Stat(path); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("journal after the release: got error %v, want %v", err, os.ErrNotExist)
-	}
 }
 
-// TestJournalAfterIncompleteLine starts a service with the journal of a daemon that was killed
-// during a write: in a line, or before its end.
-func TestJournalAfterIncompleteLine(t *testing.T) {
-	for _, left := range []string{`{"host":"127.0.0.1","fh":"incompl`, `{"host":"127.0.0.1","released":true}`} {
-		s := startLockServer(t)
-		dir := t.TempDir()
-		kit.Must(t, os.WriteFile(filepath.Join(dir, "held-locks"), []byte(left), 0o600))
-		mustLock(t, s.journalingClient(dir), exclusive(alice, 0, 9))
-		lines := bytes.Split(bytes.TrimSpace(journalOf(t, dir)), []byte("\n"))
-		if last := lines[len(lines)-1]; !json.Valid(last) {
-			t.Errorf("last line of the journal after %s: got %s, want the owner of the lock", left, last)
-		}
-	}
-}
-
-// TestJournalStaysShort locks and unlocks until the journal is rewritten.
-func TestJournalStaysShort(t *testing.T) {
+// TestForeignOwnersAreIgnored starts a service with files and records that no service writes. They
+// stay, with a warning, and do not exclude the others.
+func TestForeignOwnersAreIgnored(t *testing.T) {
 	s := startLockServer(t)
 	dir := t.TempDir()
-	c := s.journalingClient(dir)
-	for i := range uint64(nlm.MinJournalLines) {
+	c := s.recordedClient(dir)
+	mustLock(t, c, exclusive(alice, 0, 9))
+	mustLock(t, c, exclusive(bob, 20, 29))
+	valid := ownersIn(t, dir)
+	killed := t.TempDir()
+	write := func(name, content string) {
+		kit.Must(t, os.WriteFile(filepath.Join(killed, name), []byte(content), 0o600))
+	}
+	for _, content := range valid {
+		write("locks-1-damaged", content[:nlm.OwnersHead]+strings.Repeat("x", 100)+content[nlm.OwnersHead+100:])
+		write("locks-1-magic", "x"+content[1:])
+		write("locks-1-short", content[:100])
+		write("locks-1-host", strings.ReplaceAll(content, "127.0.0.1", "server.xx"))
+		write("locks-1-large", content)
+		kit.Must(t, os.Truncate(filepath.Join(killed, "locks-1-large"), 1<<30))
+		write("other", content)
+		write("locks-1-empty", "") // removed
+	}
+	kit.Must(t, os.Mkdir(filepath.Join(killed, "locks-1-dir"), 0o700))
+	kit.Must(t, os.Symlink("other", filepath.Join(killed, "locks-1-link")))
+	kit.Must(t, syscall.Mkfifo(filepath.Join(killed, "locks-1-fifo"), 0o600))
+	var log bytes.Buffer
+	var mu sync.Mutex // of log
+	service := nlm.NewService(nlm.ServiceConfig{StateDir: killed,
+		Logger: hclog.New(&hclog.LoggerOptions{Output: &log, Mutex: &mu})})
+	t.Cleanup(service.Close)
+	kit.Eventually(t, "eight warnings", func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return strings.Count(log.String(), "locks may stay at a server") == 8
+	})
+	if n := s.count(nlmwire.ProcUnlock); n != 1 || s.locks() != 1 {
+		t.Errorf("got %d calls of UNLOCK, %d locks; want 1, 1", n, s.locks())
+	}
+	names, err := os.ReadDir(killed)
+	if err != nil || len(names) != 8 {
+		t.Errorf("got %v, error %v; want all files without the damaged and the empty one", names, err)
+	}
+}
+
+// TestStateDirHasOneService starts a second service with a state directory. It must not release the
+// locks of the first one.
+func TestStateDirHasOneService(t *testing.T) {
+	s := startLockServer(t)
+	dir := t.TempDir()
+	c := s.recordedClient(dir)
+	mustLock(t, c, exclusive(alice, 0, 9))
+	var log bytes.Buffer
+	service := nlm.NewService(nlm.ServiceConfig{StateDir: dir,
+		Logger: hclog.New(&hclog.LoggerOptions{Output: &log})})
+	service.Close()
+	if !strings.Contains(log.String(), "in use by another process") {
+		t.Errorf("log: got %q", &log)
+	}
+	if n := s.locks(); n != 1 {
+		t.Errorf("got %d locks, want 1", n)
+	}
+}
+
+// TestOwnersFileStaysShort locks and unlocks: owners use the slots of earlier ones.
+func TestOwnersFileStaysShort(t *testing.T) {
+	s := startLockServer(t)
+	dir := t.TempDir()
+	c := s.recordedClient(dir)
+	for i := range uint64(100) {
 		mustLock(t, c, exclusive(alice, 0, i))
 		release(t, c, alice)
 	}
-	if n := bytes.Count(journalOf(t, dir), []byte("\n")); n > nlm.MinJournalLines+1 {
-		t.Errorf("journal: got %d lines, want at most %d", n, nlm.MinJournalLines+1)
+	for path, content := range ownersIn(t, dir) {
+		if len(content) > nlm.OwnersHead+1024 {
+			t.Errorf("%s has %d bytes", path, len(content))
+		}
 	}
 }

@@ -9,7 +9,6 @@ import (
 	"sync"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/rangelock"
 )
 
@@ -49,6 +48,8 @@ type State struct {
 	client slotfile.Records[clientRecord]
 	owners slotfile.Records[ownerRecord]
 	ranges slotfile.Records[rangeRecord]
+	copy   *ownersFile    // of owners; set before the first request
+	own    *slotfile.File // closed with the State; nil for none
 
 	mu      sync.Mutex // guards the fields below and the tables
 	ended   bool       // the tables must not be used anymore
@@ -97,6 +98,18 @@ func (s *State) end() {
 	s.mu.Lock()
 	s.ended = true
 	s.mu.Unlock()
+}
+
+// close ends the State of a client that has ended.
+func (s *State) close() {
+	if s == nil {
+		return
+	}
+	s.end()
+	s.copy.end(len(s.holders) == 0)
+	if s.own != nil {
+		s.own.Close()
+	}
 }
 
 // begin records that a request about a range is about to be sent, and reserves slots for its
@@ -171,6 +184,7 @@ func (s *State) holder(key lockKey, o *owner, cred []byte) (*holder, error) {
 	if h.ref, err = s.owners.Add(&h.rec, 0); err != nil {
 		return nil, err
 	}
+	s.copy.put(h.ref, &h.rec)
 	s.holders[key] = h
 	return h, nil
 }
@@ -202,24 +216,22 @@ func (s *State) dropSpare(in *intent) {
 
 func (s *State) dropHolder(key lockKey, h *holder) {
 	if s.holders[key] == h && h.intents == 0 && len(h.rows) == 0 {
+		s.copy.put(h.ref, &ownerRecord{})
 		s.owners.Remove(&h.ref)
 		delete(s.holders, key)
 	}
 }
 
-// withdraw removes an intent: the server has what the records of held ranges say. It returns false
-// after end.
-func (s *State) withdraw(in *intent) bool {
+// withdraw removes an intent: the server has what the records of held ranges say.
+func (s *State) withdraw(in *intent) {
 	if s == nil || in == nil {
-		return true
+		return
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.ended {
-		return false
+	if !s.ended {
+		s.drop(in)
 	}
-	s.drop(in)
-	return true
 }
 
 // A stateChange is a change of the locks of an owner of a file, held and lost ones, from start to
@@ -258,6 +270,7 @@ func (s *State) apply(c *stateChange) (ok bool, err error) {
 	if c.cred != nil && len(c.cred) <= maxCred && !bytes.Equal(c.cred, h.rec.credential()) {
 		h.rec.setCredential(c.cred)
 		s.owners.Set(h.ref, &h.rec)
+		s.copy.put(h.ref, &h.rec)
 	}
 	err = s.rewrite(h, c)
 	if in := c.in; in != nil {
@@ -454,6 +467,7 @@ func (s *State) load() (kept []*keptHolder, invalid int, err error) {
 			continue
 		}
 		slices.SortFunc(k.h.rows, func(a, b row) int { return cmp.Compare(a.rec.start, b.rec.start) })
+		s.copy.put(k.h.ref, &k.h.rec)
 		kept = append(kept, k)
 	}
 	return kept, invalid, err
@@ -475,9 +489,3 @@ func rangesOf(f *file, id Owner, start, end uint64) []rangeRecord {
 }
 
 func keyOf(f *file, id Owner) lockKey { return lockKey{f.fh, id} }
-
-// validFH reports whether b is a file handle.
-func validFH(b []byte) (nfs3.FH, bool) {
-	fh, err := nfs3.NewFH(b)
-	return fh, err == nil && len(b) > 0
-}
