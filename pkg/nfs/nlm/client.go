@@ -16,7 +16,6 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/fair"
 	"github.com/nfsrdmad/nfsrdmad/internal/pace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/rangelock"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -144,9 +143,9 @@ type Client struct {
 		sync.Mutex
 		files   map[nfs3.FH]*file
 		owners  map[Owner]*owner
-		svids   map[uint32]struct{} // in use by owners
-		pending map[*pending]struct{}
-		lost    map[nfs3.FH][]uint64 // open files with lost locks
+		svids   map[uint32]struct{}   // in use by owners
+		pending map[*request]struct{} // may wait for GRANTED
+		lost    map[nfs3.FH][]uint64  // open files with lost locks
 		state   serverState
 		closed  bool
 	}
@@ -192,14 +191,6 @@ type owner struct {
 	uid   uint32 // of the user whose share has the locks: that of the first one; undefined without locks
 }
 
-// A pending is a blocked request that waits for GRANTED.
-type pending struct {
-	fh     nfs3.FH
-	region nlmwire.Region
-	excl   bool
-	wake   chan struct{} // capacity 1
-}
-
 // New returns a Client. It contacts the server when the first lock is requested. With a State that
 // has locks it restores them before it returns, and reclaims them in the background.
 func New(cfg Config) *Client {
@@ -215,7 +206,7 @@ func New(cfg Config) *Client {
 	_, _ = rand.Read(c.instance[:])      // never fails
 	c.mu.files, c.mu.owners = make(map[nfs3.FH]*file), make(map[Owner]*owner)
 	c.mu.svids = make(map[uint32]struct{})
-	c.mu.pending, c.mu.lost = make(map[*pending]struct{}), make(map[nfs3.FH][]uint64)
+	c.mu.pending, c.mu.lost = make(map[*request]struct{}), make(map[nfs3.FH][]uint64)
 	c.locks, c.waiting = fair.NewLimit("locks", maxLocks), fair.NewLimit("requests that wait for locks", maxWaiters)
 	c.locks.Warn, c.waiting.Warn = c.warn, c.warn
 	c.interrupted, c.kept = make(map[*file]*interrupted), make(map[openKey]struct{})
@@ -266,9 +257,6 @@ func (c *Client) isClosed() bool {
 	defer c.mu.Unlock()
 	return c.mu.closed
 }
-
-// Abort ends all calls. The server keeps the locks until it learns that this client has gone.
-func (c *Client) Abort() { c.cancel() }
 
 func (c *Client) releaseAll(ctx context.Context) {
 	c.mu.Lock()
@@ -405,7 +393,7 @@ type tableChange struct {
 	start, end uint64
 	do         func()
 	releases   bool    // it may release or weaken a lock
-	cred       []byte  // of a new lock
+	cred       []byte  // of a new lock; nil: unchanged
 	in         *intent // the request that the change completes; nil for none
 	all        bool    // record all locks of the owner again
 }
@@ -452,11 +440,7 @@ func (c *Client) change(f *file, ch *tableChange) error {
 		}
 	}
 	c.mu.Unlock()
-	if c.cfg.State == nil {
-		return nil
-	}
-	recorded, err := c.cfg.State.apply(&stateChange{f: f, id: id, o: o, start: ch.start, end: ch.end, cred: ch.cred,
-		in: ch.in, all: ch.all})
+	recorded, err := c.cfg.State.apply(f, o, ch)
 	if !recorded {
 		return syscall.EINTR
 	}

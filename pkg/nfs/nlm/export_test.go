@@ -99,7 +99,7 @@ func (s *Service) Admit(conn net.Conn, peer netip.Addr) bool { return s.admit(co
 func (s *Service) WaitReady() { <-s.ready }
 
 // Active reports whether servers can call the service.
-func (s *Service) Active() bool { return s.active() }
+func (s *Service) Active() bool { return s.state().callbacks }
 
 // AppendNotify appends the arguments of SM_NOTIFY.
 func AppendNotify(b []byte, host string, state uint32) []byte {

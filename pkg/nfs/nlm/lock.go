@@ -28,8 +28,9 @@ func (c *Client) Lock(ctx context.Context, cred []byte, fh nfs3.FH, l Lock, wait
 	defer c.putFile(f)
 	req := &request{f: f, o: o, cred: cred, l: l, wait: wait, waiter: newWaiter(&l)}
 	if wait {
-		req.pending = c.addPending(f, o, &l)
-		defer c.removePending(req.pending)
+		req.called = make(chan struct{}, 1)
+		c.setPending(req, true)
+		defer c.setPending(req, false)
 	}
 	err := c.lockLoop(ctx, req)
 	f.waiters.leave(req.waiter, err == nil)
@@ -41,19 +42,19 @@ func (c *Client) Lock(ctx context.Context, cred []byte, fh nfs3.FH, l Lock, wait
 
 // A request is one call of Lock.
 type request struct {
-	f       *file
-	o       *owner
-	cred    []byte
-	l       Lock
-	wait    bool
-	pending *pending // with wait
-	waiter  *waiter
-	in      *intent
+	f      *file
+	o      *owner
+	cred   []byte
+	l      Lock
+	wait   bool
+	called chan struct{} // with wait: GRANTED came; capacity 1
+	waiter *waiter
+	in     *intent
 	// sent means that the server may have the lock or a blocked request for it although Lock did
 	// not get it
 	sent bool
-	// polled and called say what preceded the present attempt
-	polled, called bool
+	// afterPoll and afterCall say what preceded the present attempt
+	afterPoll, afterCall bool
 }
 
 func (c *Client) lockLoop(ctx context.Context, req *request) error {
@@ -115,10 +116,7 @@ func (r *retry) grace() bool { return !r.local && !r.blocked }
 
 // pause waits until another attempt makes sense. The error is EINTR.
 func (c *Client) pause(ctx context.Context, req *request, r *retry, delay time.Duration) error {
-	var called, released chan struct{}
-	if req.pending != nil {
-		called = req.pending.wake
-	}
+	var released chan struct{}
 	if r.local {
 		released = req.waiter.wake
 	} else {
@@ -130,12 +128,12 @@ func (c *Client) pause(ctx context.Context, req *request, r *retry, delay time.D
 		defer t.Stop()
 		timer = t.C
 	}
-	req.called, req.polled = false, false
+	req.afterCall, req.afterPoll = false, false
 	select {
-	case <-called:
-		req.called = true
+	case <-req.called:
+		req.afterCall = true
 	case <-timer:
-		req.polled = r.blocked
+		req.afterPoll = r.blocked
 	case <-released:
 	case <-ctx.Done():
 		return syscall.EINTR
@@ -172,8 +170,11 @@ func (c *Client) lockOnce(ctx context.Context, req *request) (*retry, error) {
 		return nil, syscall.ENOLCK
 	}
 	defer c.locks.Release(uid) // set counts the lock
-	if err := c.record(req); err != nil {
-		return nil, err
+	if req.in == nil {
+		var err error
+		if req.in, err = c.begin(f, req.o, req.cred, &req.l, rangeLock, req.wait); err != nil {
+			return nil, err
+		}
 	}
 	req.sent = true
 	stat, err := c.callLock(ctx, req.f, req.o, req.cred, &req.l, req.wait, false)
@@ -208,17 +209,6 @@ func (c *Client) lockOnce(ctx context.Context, req *request) (*retry, error) {
 	return nil, stat.Errno()
 }
 
-// record records the request before an attempt, and reserves the room for its result. The caller
-// has the turn.
-func (c *Client) record(req *request) error {
-	if req.in != nil {
-		return c.recordError(c.cfg.State.reserve(req.in, req.f.spare(req.l.Owner, req.l.Start, req.l.End)))
-	}
-	in, err := c.begin(req.f, req.o, req.cred, &req.l, rangeLock, req.wait)
-	req.in = in
-	return err
-}
-
 // refused ends a request that the server does not have. The caller has the turn.
 func (c *Client) refused(req *request) {
 	req.sent = false
@@ -235,9 +225,9 @@ func (c *Client) countNoService(err error) {
 func (c *Client) countGrant(req *request) {
 	c.Counters.Granted.Add(1)
 	switch {
-	case req.called:
+	case req.afterCall:
 		c.Counters.Callbacks.Add(1)
-	case req.polled:
+	case req.afterPoll:
 		c.Counters.Polls.Add(1)
 	}
 }
@@ -275,12 +265,16 @@ func (c *Client) settleLater(req *request, delay time.Duration) {
 // trySettle makes one attempt of settle when place has the turn. It reports whether the request is
 // settled.
 func (c *Client) trySettle(req *request, place *place) bool {
-	f := req.f
 	if place.wait(c.ctx) != nil {
 		return false
 	}
-	defer f.release()
-	l := req.l
+	defer req.f.release()
+	return c.settleNow(req)
+}
+
+// settleNow is trySettle for a caller that has the turn.
+func (c *Client) settleNow(req *request) bool {
+	f, l := req.f, req.l
 	if req.wait {
 		_, _ = c.callServer(c.ctx, f, nlmwire.ProcCancel, req.cred, c.args(f, req.o, &l, true))
 	}
@@ -386,7 +380,7 @@ func (c *Client) unlockLater(f *file, o *owner, cred []byte, id Owner, start, en
 		return
 	}
 	// Record it now: the process may end before the turn comes.
-	in, _ := c.cfg.State.begin(keyOf(f, id), o, cred, rangeRecord{kind: rangeUnlock, start: start, end: end}, 1)
+	in, _ := c.cfg.State.begin(keyOf(f, id), o, cred, rangeRecord{kind: rangeUnlock, start: start, end: end})
 	place := f.turn.queue() // a later LOCK must not come first
 	c.work.Go(func() {
 		defer c.putFile(f)
@@ -570,7 +564,7 @@ func (c *Client) result(ctx context.Context, err error) error {
 
 func (c *Client) args(f *file, o *owner, l *Lock, block bool) *nlmwire.Args {
 	a := &nlmwire.Args{Cookie: binary.BigEndian.AppendUint64(nil, c.cookie.Add(1)), Block: block,
-		Exclusive: l.Exclusive, State: c.cfg.Service.state(),
+		Exclusive: l.Exclusive, State: c.cfg.Service.state().nsmState,
 		Region: nlmwire.Region{Caller: c.cfg.Caller, FH: f.fh.Bytes(), OH: o.oh, SVID: o.svid}}
 	a.Region.SetRange(l.Start, l.End)
 	return a
@@ -582,7 +576,7 @@ func (c *Client) callLock(ctx context.Context, f *file, o *owner, cred []byte, l
 	// For a queued request the server would call another lock service of this host, which would
 	// refuse the lock. The server would then release the lock, although a poll may just have got
 	// it.
-	a := c.args(f, o, l, block && !c.cfg.Service.foreign())
+	a := c.args(f, o, l, block && !c.cfg.Service.state().foreign)
 	a.Reclaim = reclaim
 	return c.callServer(ctx, f, nlmwire.ProcLock, cred, a)
 }

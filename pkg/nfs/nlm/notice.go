@@ -3,14 +3,11 @@ package nlm
 import (
 	"context"
 	"errors"
-	"net"
-	"strconv"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
-	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc/rpctcp"
 )
 
 // A notice of a restart is one datagram, and its sender may be forged. So the client asks the status
@@ -32,7 +29,7 @@ type serverState struct {
 // restarted since a lock was set. Only run calls it.
 func (c *Client) learnState() {
 	losses, state := c.link.losses(), c.knownState()
-	if !c.cfg.Service.active() || losses != c.reclaimed || c.link.current() == nil ||
+	if !c.cfg.Service.state().callbacks || losses != c.reclaimed || c.link.current() == nil ||
 		state.known && state.losses == losses {
 		return
 	}
@@ -79,20 +76,14 @@ func (c *Client) askState() (number uint32, err error) {
 	if err != nil {
 		return 0, err
 	}
-	// SM_STAT needs no reserved source port, of which there are few.
-	tcp, err := resvport.DialAny(ctx, net.JoinHostPort(c.cfg.Host, strconv.Itoa(port)))
+	// SM_STAT needs no reserved source port, of which there are few. The monitor replies only for a
+	// host whose name it can resolve.
+	results, err := callOnce(ctx, resvport.DialAny, c.cfg.Host, port, &sunrpc.Message{Prog: nlmwire.NSMProgram,
+		Vers: nlmwire.NSMVersion, Proc: nlmwire.NSMStat, Args: nlmwire.AppendNSMStat(nil, loopback)})
 	if err != nil {
 		return 0, err
 	}
-	conn := rpctcp.New(tcp, rpctcp.Options{MaxRecord: nlmwire.MaxMessage, WriteTimeout: remoteTimeout})
-	defer conn.Close()
-	// The monitor replies only for a host whose name it can resolve.
-	m := sunrpc.Message{Prog: nlmwire.NSMProgram, Vers: nlmwire.NSMVersion, Proc: nlmwire.NSMStat,
-		Cred: sunrpc.AppendAuthNone(nil), Args: nlmwire.AppendNSMStat(nil, loopback)}
-	if err := conn.Call(ctx, &m); err != nil {
-		return 0, err
-	}
-	ok, number, err := nlmwire.ParseMonRes(m.Result)
+	ok, number, err := nlmwire.ParseMonRes(results)
 	if err == nil && (!ok || number%2 == 0) { // a number is odd while its host is up (XNFS chapter 11)
 		err = errNoState
 	}

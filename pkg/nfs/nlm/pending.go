@@ -12,27 +12,22 @@ import (
 // grantedTimeout bounds the reply to a GRANTED call.
 const grantedTimeout = 5 * time.Second
 
-// addPending registers a request for GRANTED. It precedes the call, because the callback may come
-// before the reply.
-func (c *Client) addPending(f *file, o *owner, l *Lock) *pending {
-	p := &pending{fh: f.fh, excl: l.Exclusive, wake: make(chan struct{}, 1),
-		region: nlmwire.Region{OH: o.oh, SVID: o.svid}}
-	p.region.SetRange(l.Start, l.End)
+// setPending registers a request for GRANTED, or removes it. This precedes the call, because the
+// callback may come before the reply.
+func (c *Client) setPending(req *request, waits bool) {
 	c.mu.Lock()
-	c.mu.pending[p] = struct{}{}
-	c.mu.Unlock()
-	return p
+	defer c.mu.Unlock()
+	if waits {
+		c.mu.pending[req] = struct{}{}
+	} else {
+		delete(c.mu.pending, req)
+	}
 }
 
-func (c *Client) removePending(p *pending) {
-	c.mu.Lock()
-	delete(c.mu.pending, p)
-	c.mu.Unlock()
-}
-
-func (p *pending) poke() {
+// poke makes a pending request ask the server again.
+func (req *request) poke() {
 	select {
-	case p.wake <- struct{}{}:
+	case req.called <- struct{}{}:
 	default:
 	}
 }
@@ -46,12 +41,12 @@ func (c *Client) granted(a *nlmwire.Args) nlmwire.Stat {
 		return nlmwire.Denied
 	}
 	start, end := a.Region.Range()
-	mine := func(svid uint32, oh []byte) bool { return svid == a.Region.SVID && bytes.Equal(oh, a.Region.OH) }
+	mine := func(o *owner) bool { return o.svid == a.Region.SVID && bytes.Equal(o.oh, a.Region.OH) }
 	c.mu.Lock()
-	for p := range c.mu.pending {
-		pStart, pEnd := p.region.Range()
-		if p.fh == fh && p.excl == a.Exclusive && mine(p.region.SVID, p.region.OH) && pStart == start && pEnd == end {
-			p.poke()
+	for req := range c.mu.pending {
+		l := &req.l
+		if req.f.fh == fh && mine(req.o) && l.Exclusive == a.Exclusive && l.Start == start && l.End == end {
+			req.poke()
 			c.mu.Unlock()
 			c.called.Store(true)
 			return nlmwire.Granted
@@ -60,7 +55,7 @@ func (c *Client) granted(a *nlmwire.Args) nlmwire.Stat {
 	var id Owner
 	var o *owner
 	for candidate, known := range c.mu.owners {
-		if mine(known.svid, known.oh) {
+		if mine(known) {
 			id, o = candidate, known
 		}
 	}

@@ -159,10 +159,10 @@ func TestEachStepKeepsLocks(t *testing.T) {
 		if after = before; !withdraw {
 			after.paint(&done)
 		}
-		change := &stateChange{f: f, id: id, o: o, start: l.Start, end: l.End, cred: sunrpc.AppendAuthNone(nil)}
+		change := &tableChange{id: id, start: l.Start, end: l.End, cred: sunrpc.AppendAuthNone(nil)}
 		if op.kind.intent() {
 			var err error
-			if change.in, err = s.begin(keyOf(f, id), o, change.cred, op, f.spare(id, l.Start, l.End)); err != nil {
+			if change.in, err = s.begin(keyOf(f, id), o, change.cred, op); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -177,7 +177,7 @@ func TestEachStepKeepsLocks(t *testing.T) {
 			case rangeLost:
 				f.lost.Set(l)
 			}
-			if _, err := s.apply(change); err != nil {
+			if _, err := s.apply(f, o, change); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -202,17 +202,17 @@ func TestFailedAllocationKeepsRanges(t *testing.T) {
 	f, o, id := &file{fh: fh}, &owner{svid: minSVID + 1}, Owner{Posix, 1}
 	key, cred := keyOf(f, id), sunrpc.AppendAuthNone(nil)
 	l := Lock{Start: 0, End: 20, Exclusive: true, Owner: id}
-	in, err := s.begin(key, o, cred, newRange(rangeLock, &l), 0)
+	in, err := s.begin(key, o, cred, newRange(rangeLock, &l))
 	if err != nil {
 		t.Fatal(err)
 	}
 	f.locks.Set(l)
-	if _, err := s.apply(&stateChange{f: f, id: id, o: o, end: 20, cred: cred, in: in}); err != nil {
+	if _, err := s.apply(f, o, &tableChange{id: id, end: 20, cred: cred, in: in}); err != nil {
 		t.Fatal(err)
 	}
 	f.locks.Clear(id, 10, 12)
 	f.lost.Set(Lock{Start: 10, End: 12, Owner: id})
-	if _, err := s.apply(&stateChange{f: f, id: id, o: o, start: 10, end: 12}); err == nil {
+	if _, err := s.apply(f, o, &tableChange{id: id, start: 10, end: 12}); err == nil {
 		t.Error("got no error")
 	}
 	got := recorded(s)
@@ -223,7 +223,7 @@ func TestFailedAllocationKeepsRanges(t *testing.T) {
 	}
 	f.lost.Clear(id, 10, 12) // the owner unlocks everything
 	f.locks.Clear(id, 0, 20)
-	_, err = s.apply(&stateChange{f: f, id: id, o: o, end: 20})
+	_, err = s.apply(f, o, &tableChange{id: id, end: 20})
 	if err != nil || s.ranges.Len() != 0 || s.owners.Len() != 0 {
 		t.Errorf("got error %v, %d ranges, %d owners; want none", err, s.ranges.Len(), s.owners.Len())
 	}
@@ -238,7 +238,7 @@ func TestLockAfterUnlockIntentIsRecorded(t *testing.T) {
 	key, cred := keyOf(f, id), sunrpc.AppendAuthNone(nil)
 	l := Lock{Start: 0, End: 9, Owner: id}
 	begin := func(kind rangeKind) *intent {
-		in, err := s.begin(key, o, cred, newRange(kind, &l), 0)
+		in, err := s.begin(key, o, cred, newRange(kind, &l))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -247,7 +247,7 @@ func TestLockAfterUnlockIntentIsRecorded(t *testing.T) {
 	lock := func() {
 		in := begin(rangeLock)
 		f.locks.Set(l)
-		if _, err := s.apply(&stateChange{f: f, id: id, o: o, end: 9, cred: cred, in: in}); err != nil {
+		if _, err := s.apply(f, o, &tableChange{id: id, end: 9, cred: cred, in: in}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -269,8 +269,8 @@ func TestChangeComparesNearRecords(t *testing.T) {
 	f, o, id := &file{fh: fh}, &owner{svid: minSVID + 1}, Owner{Posix, 1}
 	for i := range uint64(n) {
 		f.locks.Set(Lock{Start: 4 * i, End: 4*i + 1, Exclusive: true, Owner: id})
-		c := &stateChange{f: f, id: id, o: o, start: 4 * i, end: 4*i + 1, cred: sunrpc.AppendAuthNone(nil)}
-		if _, err := s.apply(c); err != nil {
+		c := &tableChange{id: id, start: 4 * i, end: 4*i + 1, cred: sunrpc.AppendAuthNone(nil)}
+		if _, err := s.apply(f, o, c); err != nil {
 			t.Fatal(err)
 		}
 		if got := len(rangesOf(f, id, c.start, c.end)); got != 1 {

@@ -96,8 +96,8 @@ func (c *Client) reclaimAll(r restart, turns map[*file]*interrupted) {
 		f.users++
 		files = append(files, f)
 	}
-	for p := range c.mu.pending {
-		p.poke()
+	for req := range c.mu.pending {
+		req.poke()
 	}
 	c.mu.Unlock()
 	held := c.Counters.Held.Load()

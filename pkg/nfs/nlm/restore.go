@@ -8,22 +8,13 @@ import (
 	"syscall"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 )
 
 // An interrupted is a file about which an earlier process had requests without results. Its turn is
 // taken until they are settled.
 type interrupted struct {
 	f        *file
-	requests []*keptRequest
-}
-
-// A keptRequest is a LOCK or UNLOCK that an earlier process may have sent.
-type keptRequest struct {
-	in   *intent
-	o    *owner
-	cred []byte
-	l    Lock
+	requests []*request
 }
 
 // restoreState restores what an earlier process recorded. It precedes all requests.
@@ -100,8 +91,8 @@ func (c *Client) restoreHolder(k *keptHolder) {
 		if r.rec.kind.intent() {
 			c.getOwner(id)
 			x := c.interrupt(f)
-			x.requests = append(x.requests, &keptRequest{in: &intent{key: k.key, h: k.h, row: r}, o: o,
-				cred: cred, l: r.rec.lock(id)})
+			x.requests = append(x.requests, &request{f: x.f, o: o, cred: cred, l: r.rec.lock(id),
+				wait: r.rec.wait == 1, in: &intent{key: k.key, h: k.h, row: r}})
 		}
 	}
 }
@@ -137,24 +128,13 @@ func (c *Client) finishRestore() {
 
 // settleKept makes the state of the server that of the tables for requests of an earlier process.
 func (c *Client) settleKept(x *interrupted) {
-	f := x.f
-	defer c.putFile(f)
-	defer f.release()
-	for _, r := range x.requests {
-		if r.in.row.rec.kind == rangeLock && r.in.row.rec.wait == 1 {
-			_, _ = c.callServer(c.ctx, f, nlmwire.ProcCancel, r.cred, c.args(f, r.o, &r.l, true))
+	defer c.putFile(x.f)
+	defer x.f.release()
+	for _, req := range x.requests {
+		if !c.settleNow(req) {
+			c.settleLater(req, c.times.settle)
 		}
-		err := c.restore(c.ctx, f, r.o, r.cred, &r.l, func(part Lock) error {
-			c.relock(f, r.o, part)
-			return nil
-		})
-		if err == nil && c.ctx.Err() == nil {
-			c.cfg.State.withdraw(r.in)
-		} else {
-			c.settleLater(&request{f: f, o: r.o, cred: r.cred, l: r.l, wait: r.in.row.rec.wait == 1, in: r.in},
-				c.times.settle)
-		}
-		c.putOwner(r.l.Owner)
+		c.putOwner(req.l.Owner)
 	}
 }
 
@@ -216,7 +196,7 @@ func (c *Client) Detach() {
 func (c *Client) begin(f *file, o *owner, cred []byte, l *Lock, kind rangeKind, wait bool) (*intent, error) {
 	rec := newRange(kind, l)
 	rec.wait = asByte(wait)
-	in, err := c.cfg.State.begin(keyOf(f, l.Owner), o, cred, rec, f.spare(l.Owner, l.Start, l.End))
+	in, err := c.cfg.State.begin(keyOf(f, l.Owner), o, cred, rec)
 	return in, c.recordError(err)
 }
 
@@ -234,19 +214,12 @@ func (c *Client) recordError(err error) error {
 	return syscall.ENOLCK
 }
 
-// spare returns the number of additional records that a change of a range may need.
-func (f *file) spare(id Owner, start, end uint64) int {
-	if f.locks.Splits(id, start, end) || f.lost.Splits(id, start, end) {
-		return 1
-	}
-	return 0
-}
-
 // unlockIntent records an UNLOCK. Without room for the record, UNLOCK is sent nevertheless if it
 // only removes records: an earlier lock is better restored than kept forever.
 func (c *Client) unlockIntent(f *file, o *owner, cred []byte, l *Lock) (*intent, error) {
 	in, err := c.begin(f, o, cred, l, rangeUnlock, false)
-	if err == syscall.ENOLCK && f.spare(l.Owner, l.Start, l.End) == 0 {
+	splits := f.locks.Splits(l.Owner, l.Start, l.End) || f.lost.Splits(l.Owner, l.Start, l.End)
+	if err == syscall.ENOLCK && !splits {
 		return nil, nil
 	}
 	return in, err

@@ -328,7 +328,7 @@ func TestReleaseStale(t *testing.T) {
 func TestFullStateIsENOLCK(t *testing.T) {
 	s := startLockServer(t)
 	specs := nlm.StateTables()
-	specs[2].MaxSlots = 4
+	specs[2].MaxSlots = 5 // a request needs two
 	k := newKeptFile(t, s, specs)
 	c := k.client(nil)
 	for i := range uint64(4) {

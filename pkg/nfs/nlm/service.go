@@ -74,13 +74,18 @@ type Service struct {
 		conns      map[net.Conn]netip.Addr // with the peer
 		registered []mapping
 		stale      map[string]struct{} // files of an earlier process that no client has claimed
-		callbacks  bool                // servers can call this service
-		foreign    bool                // servers call another lock service of this host
-		statd      int                 // TCP port of the status monitor of this host; 0 for none
-		nsmState   uint32
-		addr       net.Addr
-		reason     string // why servers cannot call this service
+		serviceState
 	}
+}
+
+// A serviceState is what servers and the status monitor of this host know of a Service.
+type serviceState struct {
+	callbacks bool   // servers can call this service
+	foreign   bool   // servers call another lock service of this host
+	statd     int    // TCP port of the status monitor of this host; 0 for none
+	nsmState  uint32 // state number of this host; 0 if unknown
+	addr      net.Addr
+	reason    string // why servers cannot call this service
 }
 
 // A monitored is a server whose restart the status monitor reports.
@@ -153,15 +158,13 @@ func (s *Service) Status() string {
 	if s == nil {
 		return "off"
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	switch {
-	case s.mu.callbacks && s.mu.statd != 0:
-		return fmt.Sprintf("callbacks at %s, notices of restarts by rpc.statd", s.mu.addr)
-	case s.mu.callbacks:
-		return fmt.Sprintf("callbacks and notices of restarts at %s", s.mu.addr)
-	case s.mu.reason != "":
-		return "polling: " + s.mu.reason
+	switch st := s.state(); {
+	case st.callbacks && st.statd != 0:
+		return fmt.Sprintf("callbacks at %s, notices of restarts by rpc.statd", st.addr)
+	case st.callbacks:
+		return fmt.Sprintf("callbacks and notices of restarts at %s", st.addr)
+	case st.reason != "":
+		return "polling: " + st.reason
 	}
 	return "polling"
 }
@@ -208,8 +211,7 @@ func (s *Service) leave(c *Client) (last bool, statd int) {
 // remove is the reverse of add.
 func (s *Service) remove(c *Client) {
 	if last, statd := s.leave(c); last && statd != 0 {
-		_, _ = localCall(context.Background(), statd, nlmwire.NSMProgram, nlmwire.NSMVersion, nlmwire.NSMUnmon,
-			nlmwire.AppendUnmon(nil, c.cfg.Host, &notifyCall))
+		_, _ = callMonitor(statd, nlmwire.NSMUnmon, nlmwire.AppendUnmon(nil, c.cfg.Host, &notifyCall))
 	}
 }
 
@@ -218,34 +220,19 @@ func (s *Service) remove(c *Client) {
 var notifyCall = nlmwire.MonitorCall{Name: loopback, Prog: nlmwire.Program, Vers: nlmwire.Version,
 	Proc: uint32(nlmwire.ProcNotify)}
 
-// active reports whether servers can call this service.
-func (s *Service) active() bool {
-	if s == nil {
-		return false
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.mu.callbacks
+// callMonitor makes one call to the status monitor of this host. The end of a request must not end
+// the call: no other request makes it.
+func callMonitor(port int, proc uint32, args []byte) ([]byte, error) {
+	return localCall(context.Background(), port, nlmwire.NSMProgram, nlmwire.NSMVersion, proc, args)
 }
 
-// foreign reports whether servers call another lock service of this host.
-func (s *Service) foreign() bool {
-	if s == nil {
-		return false
+func (s *Service) state() (st serviceState) {
+	if s != nil {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		st = s.mu.serviceState
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.mu.foreign
-}
-
-// state returns the NSM state number of this host, 0 if unknown.
-func (s *Service) state() uint32 {
-	if s == nil {
-		return 0
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.mu.nsmState
+	return st
 }
 
 // run listens and registers. Its error is the reason why servers cannot call.
@@ -356,11 +343,8 @@ func (s *Service) monitor(ctx context.Context, c *Client) {
 	h.once.Do(func() {
 		// A status monitor keeps the private data of the first SM_MON, which may be that of an
 		// earlier daemon: the notice would then match no server.
-		_, _ = localCall(context.WithoutCancel(ctx), statd, nlmwire.NSMProgram, nlmwire.NSMVersion, nlmwire.NSMUnmon,
-			nlmwire.AppendUnmon(nil, c.cfg.Host, &notifyCall))
-		// The end of this request must not end the call: no other request makes it.
-		results, err := localCall(context.WithoutCancel(ctx), statd, nlmwire.NSMProgram, nlmwire.NSMVersion,
-			nlmwire.NSMMon, nlmwire.AppendMon(nil, c.cfg.Host, &notifyCall, &h.priv))
+		_, _ = callMonitor(statd, nlmwire.NSMUnmon, nlmwire.AppendUnmon(nil, c.cfg.Host, &notifyCall))
+		results, err := callMonitor(statd, nlmwire.NSMMon, nlmwire.AppendMon(nil, c.cfg.Host, &notifyCall, &h.priv))
 		var ok bool
 		var state uint32
 		if err == nil {

@@ -19,8 +19,8 @@ const (
 	rangeTable  = "lockranges" // one record for each range that is locked, lost or requested
 )
 
-// extraSlots are the slots above maxLocks, for requests that are not complete: each has its record,
-// and at most one spare slot.
+// extraSlots are the slots above maxLocks, for requests that are not complete: each has its record
+// and a spare slot.
 const extraSlots = 2 * maxWaiters
 
 // StateTables returns the tables that a State needs in a slotfile. Their names begin with "lock".
@@ -79,7 +79,7 @@ type intent struct {
 	key   lockKey
 	h     *holder
 	row   row
-	spare []slotfile.Ref // for the records that the result needs
+	spare slotfile.Ref // for one more record, which the result may need; 0 for none
 }
 
 // NewState returns the State in an open file, whose tables must include StateTables. The caller
@@ -112,9 +112,9 @@ func (s *State) close() {
 	}
 }
 
-// begin records that a request about a range is about to be sent, and reserves slots for its
+// begin records that a request about a range is about to be sent, and reserves the slots for its
 // result. kind is rangeLock or rangeUnlock. An error changes nothing.
-func (s *State) begin(key lockKey, o *owner, cred []byte, rec rangeRecord, spare int) (*intent, error) {
+func (s *State) begin(key lockKey, o *owner, cred []byte, rec rangeRecord) (_ *intent, err error) {
 	if s == nil {
 		return nil, nil
 	}
@@ -123,16 +123,14 @@ func (s *State) begin(key lockKey, o *owner, cred []byte, rec rangeRecord, spare
 	if s.ended {
 		return nil, errStateEnded
 	}
-	ref, err := s.ranges.Reserve()
+	in := &intent{key: key, row: row{rec: rec}}
+	if in.row.ref, err = s.ranges.Reserve(); err == nil {
+		in.spare, err = s.ranges.Reserve()
+	}
+	if err == nil {
+		in.h, err = s.holder(key, o, cred)
+	}
 	if err != nil {
-		return nil, err
-	}
-	in := &intent{key: key, row: row{ref, rec}}
-	if err := s.fill(in, spare); err != nil {
-		s.drop(in)
-		return nil, err
-	}
-	if in.h, err = s.holder(key, o, cred); err != nil {
 		s.drop(in)
 		return nil, err
 	}
@@ -140,31 +138,6 @@ func (s *State) begin(key lockKey, o *owner, cred []byte, rec rangeRecord, spare
 	in.row.rec.owner = in.h.ref
 	s.put(&in.row)
 	return in, nil
-}
-
-// reserve makes the spare slots of an intent at least n.
-func (s *State) reserve(in *intent, n int) error {
-	if in == nil {
-		return nil
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.ended {
-		return errStateEnded
-	}
-	return s.fill(in, n)
-}
-
-// fill allocates spare slots. The caller holds mu.
-func (s *State) fill(in *intent, n int) error {
-	for len(in.spare) < n {
-		ref, err := s.ranges.Reserve()
-		if err != nil {
-			return err
-		}
-		in.spare = append(in.spare, ref)
-	}
-	return nil
 }
 
 // holder returns the holder of key, which it records if necessary. The caller holds mu.
@@ -200,18 +173,11 @@ func (s *State) put(r *row) {
 // caller holds mu.
 func (s *State) drop(in *intent) {
 	s.ranges.Remove(&in.row.ref)
-	s.dropSpare(in)
+	s.ranges.Remove(&in.spare)
 	if in.h != nil {
 		in.h.intents--
 		s.dropHolder(in.key, in.h)
 	}
-}
-
-func (s *State) dropSpare(in *intent) {
-	for i := range in.spare {
-		s.ranges.Remove(&in.spare[i])
-	}
-	in.spare = nil
 }
 
 func (s *State) dropHolder(key lockKey, h *holder) {
@@ -234,21 +200,10 @@ func (s *State) withdraw(in *intent) {
 	}
 }
 
-// A stateChange is a change of the locks of an owner of a file, held and lost ones, from start to
-// end. The tables of the file have the locks after the change.
-type stateChange struct {
-	f          *file
-	id         Owner
-	o          *owner
-	start, end uint64
-	cred       []byte  // nil: unchanged
-	in         *intent // the request that the change completes; nil for none
-	all        bool    // write all records again
-}
-
-// apply records a change. It returns false after end. The error means that some records have no
-// slot: the records then are those of before the change for a part of the ranges.
-func (s *State) apply(c *stateChange) (ok bool, err error) {
+// apply records a change of the tables of f, which have the locks after it. It returns false after
+// end. The error means that some records have no slot: the records then are those of before the
+// change for a part of the ranges.
+func (s *State) apply(f *file, o *owner, c *tableChange) (ok bool, err error) {
 	if s == nil {
 		return true, nil
 	}
@@ -257,13 +212,13 @@ func (s *State) apply(c *stateChange) (ok bool, err error) {
 	if s.ended {
 		return false, nil
 	}
-	key := keyOf(c.f, c.id)
+	key := keyOf(f, c.id)
 	h := s.holders[key]
 	if h == nil {
-		if !c.f.has(c.id) {
+		if !f.has(c.id) {
 			return true, nil
 		}
-		if h, err = s.holder(key, c.o, c.cred); err != nil {
+		if h, err = s.holder(key, o, c.cred); err != nil {
 			return true, err
 		}
 	}
@@ -272,14 +227,14 @@ func (s *State) apply(c *stateChange) (ok bool, err error) {
 		s.owners.Set(h.ref, &h.rec)
 		s.copy.put(h.ref, &h.rec)
 	}
-	err = s.rewrite(h, c)
+	err = s.rewrite(f, h, c)
 	if in := c.in; in != nil {
 		if in.row.rec.kind == rangeLock { // rewrite has used or freed its slot
 			h.intents--
 		} else {
 			s.drop(in)
 		}
-		s.dropSpare(in)
+		s.ranges.Remove(&in.spare)
 	}
 	s.dropHolder(key, h)
 	return true, err
@@ -290,109 +245,90 @@ func (s *State) apply(c *stateChange) (ok bool, err error) {
 //
 // A change can only change rows that overlap its range or are adjacent to it: rewrite compares no
 // others, so that its time does not grow with the number of locks.
-func (s *State) rewrite(h *holder, c *stateChange) error {
+func (s *State) rewrite(f *file, h *holder, c *tableChange) error {
 	start, end := c.start, c.end
 	if c.all || h.partial {
 		start, end = 0, maxOffset
 	}
 	from := sort.Search(len(h.rows), func(i int) bool { return h.rows[i].rec.end+1 >= start })
 	to := sort.Search(len(h.rows), func(i int) bool { return h.rows[i].rec.start > end+1 })
-	target := rangesOf(c.f, c.id, start, end)
-	p := &placing{s: s, h: h, in: c.in}
-	var old []row
+	target := rangesOf(f, c.id, start, end)
+	var old, done, todo []row
 	force := func(*rangeRecord) bool { return c.all }
 	if c.in != nil && c.in.row.rec.kind == rangeLock {
 		// The row of the request comes first: it becomes the new lock, which replaces others.
 		old = append(old, c.in.row)
 		force = func(r *rangeRecord) bool { return c.all || r.overlaps(&c.in.row.rec) } // a later number
 	}
-	i := 0
 	for _, r := range h.rows[from:to] {
-		for i < len(target) && target[i].start < r.rec.start {
-			p.todo = append(p.todo, target[i])
-			i++
+		for len(target) > 0 && target[0].start < r.rec.start {
+			todo, target = append(todo, row{rec: target[0]}), target[1:]
 		}
-		if i < len(target) && target[i].same(r.rec) && !force(&r.rec) {
-			p.done = append(p.done, r)
-			i++
-			continue
+		if len(target) > 0 && target[0].same(r.rec) && !force(&r.rec) {
+			done, target = append(done, r), target[1:]
+		} else {
+			old = append(old, r)
 		}
-		old = append(old, r)
 	}
-	p.todo = append(p.todo, target[i:]...)
-	for i := range old {
-		p.replace(&old[i])
+	for _, t := range target {
+		todo = append(todo, row{rec: t})
 	}
-	for len(p.todo) > 0 && p.err == nil {
-		p.useSpare(0)
-	}
-	slices.SortFunc(p.done, func(a, b row) int { return cmp.Compare(a.rec.start, b.rec.start) })
-	h.rows = slices.Replace(h.rows, from, to, p.done...)
-	h.partial = p.err != nil
-	return p.err
+	replaced, err := s.replace(h, c.in, old, todo)
+	done = append(done, replaced...)
+	slices.SortFunc(done, func(a, b row) int { return cmp.Compare(a.rec.start, b.rec.start) })
+	h.rows = slices.Replace(h.rows, from, to, done...)
+	h.partial = err != nil
+	return err
 }
 
-// A placing puts records into slots.
-type placing struct {
-	s    *State
-	h    *holder
-	in   *intent
-	todo []rangeRecord // without a slot
-	done []row
-	err  error
-}
-
-// replace frees the slot of an old row, or gives it to a new record in the range of the row, after
-// all other new records in this range have a slot.
-func (p *placing) replace(old *row) {
-	if p.err != nil {
-		p.done = append(p.done, *old)
-		return
-	}
-	last := -1
-	for i := 0; i < len(p.todo) && p.todo[i].start <= old.rec.end; i++ {
-		if !p.todo[i].overlaps(&old.rec) {
-			continue
+// replace gives the slots of old rows to new ones, and frees those that are left. It returns the
+// rows that are then recorded.
+func (s *State) replace(h *holder, in *intent, old, rows []row) (recorded []row, err error) {
+	put := func(r *row, ref slotfile.Ref) {
+		if ref == 0 && in != nil {
+			ref, in.spare = in.spare, 0
 		}
-		if last >= 0 {
-			if p.useSpare(last); p.err != nil {
-				break
+		if ref == 0 {
+			if ref, err = s.ranges.Reserve(); err != nil {
+				return
 			}
-			i-- // the list is shorter
 		}
-		last = i
+		r.ref, r.rec.owner = ref, h.ref
+		s.put(r)
 	}
-	switch {
-	case p.err != nil:
-		p.done = append(p.done, *old) // its range may have no other record
-	case last >= 0:
-		p.use(last, old.ref)
-	default:
-		p.s.ranges.Remove(&old.ref)
+	first := 0 // of the new rows without a slot
+	for i := range old {
+		var last *row // in the range of the old row; it gets the slot after the others have one
+		for j := first; j < len(rows) && rows[j].rec.start <= old[i].rec.end && err == nil; j++ {
+			if rows[j].ref != 0 || !rows[j].rec.overlaps(&old[i].rec) {
+				continue
+			}
+			if last != nil {
+				put(last, 0)
+			}
+			last = &rows[j]
+		}
+		switch {
+		case err != nil:
+			recorded = append(recorded, old[i]) // its range may have no other record
+		case last != nil:
+			put(last, old[i].ref)
+		default:
+			s.ranges.Remove(&old[i].ref)
+		}
+		for first < len(rows) && rows[first].ref != 0 {
+			first++
+		}
 	}
-}
-
-func (p *placing) useSpare(i int) {
-	var ref slotfile.Ref
-	if in := p.in; in != nil && len(in.spare) > 0 {
-		ref, in.spare = in.spare[len(in.spare)-1], in.spare[:len(in.spare)-1]
-	} else if ref, p.err = p.s.ranges.Reserve(); p.err != nil {
-		return
+	for i := range rows {
+		if rows[i].ref == 0 && err == nil {
+			put(&rows[i], 0)
+		}
+		if rows[i].ref != 0 {
+			recorded = append(recorded, rows[i])
+		}
 	}
-	p.use(i, ref)
-}
-
-// use writes record i of the list into a slot.
-func (p *placing) use(i int, ref slotfile.Ref) {
-	r := row{ref, p.todo[i]}
-	r.rec.owner = p.h.ref
-	p.s.put(&r)
-	p.done = append(p.done, r)
-	if i == 0 { // the usual case, without a move of the others
-		p.todo = p.todo[1:]
-	} else {
-		p.todo = slices.Delete(p.todo, i, i+1)
-	}
+	return recorded, err
 }
 
 // identity records the identity of the client, or returns the one that the file has.
