@@ -64,20 +64,6 @@ func TestConflictsOnOneMount(t *testing.T) {
 	wantResult(t, first, nil)
 }
 
-func TestWaitingRequestPolls(t *testing.T) {
-	s := startLockServer(t)
-	a, b := s.client(nil), s.client(nil)
-	mustLock(t, a, exclusive(alice, 0, 9))
-	result, cancel := goLock(t, b, exclusive(bob, 0, 0), true)
-	defer cancel()
-	kit.Eventually(t, "polls", func() bool { return s.count(nlmwire.ProcLock) > 3 })
-	release(t, a, alice)
-	wantResult(t, result, nil)
-	if n := b.Counters.Polls.Load(); n != 1 {
-		t.Errorf("locks granted by polls: got %d, want 1", n)
-	}
-}
-
 func TestCanceledRequestLeavesNoLock(t *testing.T) {
 	s := startLockServer(t)
 	a, b := s.client(nil), s.client(nil)
@@ -229,12 +215,7 @@ func TestStatusBecomesErrno(t *testing.T) {
 	for stat, want := range map[nlmwire.Stat]syscall.Errno{nlmwire.Denied: syscall.EAGAIN,
 		nlmwire.DeniedNoLocks: syscall.ENOLCK, nlmwire.Deadlock: syscall.EDEADLK, nlmwire.ReadOnly: syscall.EROFS,
 		nlmwire.StaleFH: syscall.ESTALE, nlmwire.TooBig: syscall.EFBIG, nlmwire.Failed: syscall.ENOLCK} {
-		s.setAnswer(func(c *call) reply {
-			if c.proc != nlmwire.ProcLock {
-				return pass
-			}
-			return c.stat(stat)
-		})
+		s.answerStat(nlmwire.ProcLock, stat)
 		wantLock(t, c, exclusive(alice, 0, 9), want)
 	}
 }

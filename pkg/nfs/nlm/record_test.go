@@ -3,7 +3,6 @@ package nlm
 import (
 	"bytes"
 	"cmp"
-	"fmt"
 	"math/rand/v2"
 	"slices"
 	"testing"
@@ -11,21 +10,19 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // createState returns a State that calls changed, if it is not nil, after each change of a record.
 func createState(t *testing.T, specs []slotfile.TableSpec, changed func()) *State {
 	t.Helper()
 	f, err := slotfile.Create("nlm", 1, specs)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	t.Cleanup(func() { f.Close() })
 	f.OnChange(changed)
 	s := NewState(f)
-	if _, err := s.identity(&clientRecord{}); err != nil {
-		t.Fatal(err)
-	}
+	_, err = s.identity(&clientRecord{})
+	kit.Must(t, err)
 	return s
 }
 
@@ -37,13 +34,10 @@ func TestInvalidRecordsAreIgnored(t *testing.T) {
 	valid := newOwnerRecord(key, minSVID+1)
 	valid.setCredential(cred)
 	owner, err := s.owners.Add(&valid, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	held := rangeRecord{seq: 1, end: 9, kind: rangeHeld, owner: owner}
-	if _, err := s.ranges.Add(&held, 0); err != nil {
-		t.Fatal(err)
-	}
+	_, err = s.ranges.Add(&held, 0)
+	kit.Must(t, err)
 	want := 0
 	for _, change := range []func(*ownerRecord){
 		func(*ownerRecord) {}, // the owner and the file exist
@@ -56,9 +50,8 @@ func TestInvalidRecordsAreIgnored(t *testing.T) {
 	} {
 		r := valid
 		change(&r)
-		if _, err := s.owners.Add(&r, 0); err != nil {
-			t.Fatal(err)
-		}
+		_, err := s.owners.Add(&r, 0)
+		kit.Must(t, err)
 		want++
 	}
 	for _, change := range []func(*rangeRecord){
@@ -72,9 +65,8 @@ func TestInvalidRecordsAreIgnored(t *testing.T) {
 	} {
 		r := held
 		change(&r)
-		if _, err := s.ranges.Add(&r, 0); err != nil {
-			t.Fatal(err)
-		}
+		_, err := s.ranges.Add(&r, 0)
+		kit.Must(t, err)
 		want++
 	}
 	kept, invalid, err := s.load()
@@ -120,23 +112,56 @@ func recorded(s *State) (m stepModel) {
 	return m
 }
 
+// A recorder has the tables of a file, whose owner records its locks in a State.
+type recorder struct {
+	*State
+	t    *testing.T
+	f    file
+	id   Owner
+	o    owner
+	cred []byte
+}
+
+func newRecorder(t *testing.T, specs []slotfile.TableSpec, changed func()) *recorder {
+	fh, _ := nfs3.NewFH([]byte("file"))
+	return &recorder{createState(t, specs, changed), t, file{fh: fh}, Owner{Posix, 1}, owner{svid: minSVID + 1},
+		sunrpc.AppendAuthNone(nil)}
+}
+
+func (r *recorder) begin(rec rangeRecord) *intent {
+	in, err := r.State.begin(keyOf(&r.f, r.id), &r.o, r.cred, rec)
+	kit.Must(r.t, err)
+	return in
+}
+
+// apply records a change of the tables.
+func (r *recorder) apply(start, end uint64, in *intent) error {
+	_, err := r.State.apply(&r.f, &r.o, &tableChange{id: r.id, start: start, end: end, cred: r.cred, in: in})
+	return err
+}
+
+// lock sets a lock of the owner.
+func (r *recorder) lock(start, end uint64) {
+	l := Lock{Start: start, End: end, Exclusive: true, Owner: r.id}
+	in := r.begin(newRange(rangeLock, &l))
+	r.f.locks.Set(l)
+	kit.Must(r.t, r.apply(start, end, in))
+}
+
 // TestEachStepKeepsLocks checks the records after each store of random changes: outside the range
 // of a change they are those of before, and in its range those of before or after the change.
 func TestEachStepKeepsLocks(t *testing.T) {
-	id := Owner{Posix, 1}
-	fh, _ := nfs3.NewFH([]byte("file"))
-	f, o := &file{fh: fh}, &owner{svid: minSVID + 1}
 	rnd := rand.New(rand.NewPCG(1, 1))
 	var before, after stepModel
 	var op rangeRecord
 	steps := 0
-	var s *State
-	s = createState(t, StateTables(), func() {
+	var s *recorder
+	s = newRecorder(t, StateTables(), func() {
 		steps++
 		if s == nil {
 			return
 		}
-		got := recorded(s)
+		got := recorded(s.State)
 		for i, v := range got {
 			if v != before[i] && v != after[i] {
 				t.Fatalf("%+v: got %v, want\n%v or\n%v", op, got, before, after)
@@ -148,43 +173,37 @@ func TestEachStepKeepsLocks(t *testing.T) {
 		op = rangeRecord{start: start, end: min(stepSpan-1, start+rnd.Uint64N(12)), exclusive: uint8(rnd.IntN(2)),
 			kind: []rangeKind{rangeLock, rangeLock, rangeUnlock, rangeLost, rangeLock}[rnd.IntN(5)]}
 		withdraw := rnd.IntN(8) == 0 && op.kind == rangeLock
-		l := op.lock(id)
-		done := op
+		if op.kind == rangeLost {
+			op.exclusive = 0
+		}
+		l, done := op.lock(s.id), op
 		if op.kind == rangeLock {
 			done.kind = rangeHeld
-		}
-		if op.kind == rangeLost {
-			op.exclusive, done.exclusive, l.Exclusive = 0, 0, false
 		}
 		if after = before; !withdraw {
 			after.paint(&done)
 		}
-		change := &tableChange{id: id, start: l.Start, end: l.End, cred: sunrpc.AppendAuthNone(nil)}
+		var in *intent
 		if op.kind.intent() {
-			var err error
-			if change.in, err = s.begin(keyOf(f, id), o, change.cred, op); err != nil {
-				t.Fatal(err)
-			}
+			in = s.begin(op)
 		}
 		if withdraw {
-			s.withdraw(change.in)
+			s.withdraw(in)
 		} else {
-			f.locks.Clear(id, l.Start, l.End)
-			f.lost.Clear(id, l.Start, l.End)
+			s.f.locks.Clear(s.id, l.Start, l.End)
+			s.f.lost.Clear(s.id, l.Start, l.End)
 			switch op.kind {
 			case rangeLock:
-				f.locks.Set(l)
+				s.f.locks.Set(l)
 			case rangeLost:
-				f.lost.Set(l)
+				s.f.lost.Set(l)
 			}
-			if _, err := s.apply(f, o, change); err != nil {
-				t.Fatal(err)
-			}
+			kit.Must(t, s.apply(l.Start, l.End, in))
 		}
-		if before = recorded(s); before != after {
+		if before = recorded(s.State); before != after {
 			t.Fatalf("after %+v: got %v, want %v", op, before, after)
 		}
-		if n, want := s.ranges.Len(), f.locks.Len()+f.lost.Len(); n != want {
+		if n, want := s.ranges.Len(), s.f.locks.Len()+s.f.lost.Len(); n != want {
 			t.Fatalf("after %+v: got %d records, want %d", op, n, want)
 		}
 	}
@@ -197,34 +216,20 @@ func TestEachStepKeepsLocks(t *testing.T) {
 func TestFailedAllocationKeepsRanges(t *testing.T) {
 	specs := StateTables()
 	specs[2].MaxSlots = 2
-	s := createState(t, specs, nil)
-	fh, _ := nfs3.NewFH([]byte("file"))
-	f, o, id := &file{fh: fh}, &owner{svid: minSVID + 1}, Owner{Posix, 1}
-	key, cred := keyOf(f, id), sunrpc.AppendAuthNone(nil)
-	l := Lock{Start: 0, End: 20, Exclusive: true, Owner: id}
-	in, err := s.begin(key, o, cred, newRange(rangeLock, &l))
-	if err != nil {
-		t.Fatal(err)
-	}
-	f.locks.Set(l)
-	if _, err := s.apply(f, o, &tableChange{id: id, end: 20, cred: cred, in: in}); err != nil {
-		t.Fatal(err)
-	}
-	f.locks.Clear(id, 10, 12)
-	f.lost.Set(Lock{Start: 10, End: 12, Owner: id})
-	if _, err := s.apply(f, o, &tableChange{id: id, start: 10, end: 12}); err == nil {
+	s := newRecorder(t, specs, nil)
+	s.lock(0, 20)
+	s.f.locks.Clear(s.id, 10, 12)
+	s.f.lost.Set(Lock{Start: 10, End: 12, Owner: s.id})
+	if s.apply(10, 12, nil) == nil {
 		t.Error("got no error")
 	}
-	got := recorded(s)
-	for i, v := range got[:21] {
-		if v == 0 {
-			t.Fatalf("byte %d is not recorded: %s", i, fmt.Sprint(got))
-		}
+	got := recorded(s.State)
+	if slices.Contains(got[:21], 0) {
+		t.Fatalf("a byte is not recorded: %v", got)
 	}
-	f.lost.Clear(id, 10, 12) // the owner unlocks everything
-	f.locks.Clear(id, 0, 20)
-	_, err = s.apply(f, o, &tableChange{id: id, end: 20})
-	if err != nil || s.ranges.Len() != 0 || s.owners.Len() != 0 {
+	s.f.lost.Clear(s.id, 10, 12) // the owner unlocks everything
+	s.f.locks.Clear(s.id, 0, 20)
+	if err := s.apply(0, 20, nil); err != nil || s.ranges.Len() != 0 || s.owners.Len() != 0 {
 		t.Errorf("got error %v, %d ranges, %d owners; want none", err, s.ranges.Len(), s.owners.Len())
 	}
 }
@@ -232,30 +237,12 @@ func TestFailedAllocationKeepsRanges(t *testing.T) {
 // TestLockAfterUnlockIntentIsRecorded locks a range that the owner has, while another request of
 // the owner to unlock it waits.
 func TestLockAfterUnlockIntentIsRecorded(t *testing.T) {
-	s := createState(t, StateTables(), nil)
-	fh, _ := nfs3.NewFH([]byte("file"))
-	f, o, id := &file{fh: fh}, &owner{svid: minSVID + 1}, Owner{Posix, 1}
-	key, cred := keyOf(f, id), sunrpc.AppendAuthNone(nil)
-	l := Lock{Start: 0, End: 9, Owner: id}
-	begin := func(kind rangeKind) *intent {
-		in, err := s.begin(key, o, cred, newRange(kind, &l))
-		if err != nil {
-			t.Fatal(err)
-		}
-		return in
-	}
-	lock := func() {
-		in := begin(rangeLock)
-		f.locks.Set(l)
-		if _, err := s.apply(f, o, &tableChange{id: id, end: 9, cred: cred, in: in}); err != nil {
-			t.Fatal(err)
-		}
-	}
-	lock()
-	want := recorded(s)
-	begin(rangeUnlock)
-	lock()
-	if got := recorded(s); got != want {
+	s := newRecorder(t, StateTables(), nil)
+	s.lock(0, 9)
+	want := recorded(s.State)
+	s.begin(rangeRecord{kind: rangeUnlock, end: 9})
+	s.lock(0, 9)
+	if got := recorded(s.State); got != want {
 		t.Errorf("got %v, want %v", got, want)
 	}
 }
@@ -264,20 +251,14 @@ func TestLockAfterUnlockIntentIsRecorded(t *testing.T) {
 // range are compared. The table is that of the changes.
 func TestChangeComparesNearRecords(t *testing.T) {
 	const n = 4096
-	s := createState(t, StateTables(), nil)
-	fh, _ := nfs3.NewFH([]byte("file"))
-	f, o, id := &file{fh: fh}, &owner{svid: minSVID + 1}, Owner{Posix, 1}
+	s := newRecorder(t, StateTables(), nil)
 	for i := range uint64(n) {
-		f.locks.Set(Lock{Start: 4 * i, End: 4*i + 1, Exclusive: true, Owner: id})
-		c := &tableChange{id: id, start: 4 * i, end: 4*i + 1, cred: sunrpc.AppendAuthNone(nil)}
-		if _, err := s.apply(f, o, c); err != nil {
-			t.Fatal(err)
-		}
-		if got := len(rangesOf(f, id, c.start, c.end)); got != 1 {
+		s.lock(4*i, 4*i+1)
+		if got := len(rangesOf(&s.f, s.id, 4*i, 4*i+1)); got != 1 {
 			t.Fatalf("lock %d: got %d ranges to compare, want 1", i, got)
 		}
 	}
-	rows := s.holders[keyOf(f, id)].rows
+	rows := s.holders[keyOf(&s.f, s.id)].rows
 	inOrder := func(a, b row) int { return cmp.Compare(a.rec.start, b.rec.start) }
 	if len(rows) != n || !slices.IsSortedFunc(rows, inOrder) {
 		t.Errorf("got %d rows, want %d in order", len(rows), n)

@@ -429,12 +429,7 @@ func TestUnlockOfLostLockReachesServer(t *testing.T) {
 		k := newKeptFile(t, s, nlm.StateTables())
 		c := k.client(nil)
 		mustLock(t, c, exclusive(alice, 0, 9))
-		s.setAnswer(func(c *call) reply {
-			if c.proc != nlmwire.ProcLock {
-				return pass
-			}
-			return c.stat(nlmwire.DeniedNoLocks)
-		})
+		s.answerStat(nlmwire.ProcLock, nlmwire.DeniedNoLocks)
 		c.Restarted("test")
 		kit.Eventually(t, "lost lock", func() bool { return c.Lost(fh, alice.ID) })
 		s.setAnswer(nil)
@@ -450,28 +445,26 @@ func TestUnlockOfLostLockReachesServer(t *testing.T) {
 	}
 }
 
-// TestOtherLocksOfKilledDaemonAreReleased restarts a daemon with three mounts, of which one is
-// restored, while an UNLOCK of this one is in flight. One of the others has a State that is lost.
+// TestOtherLocksOfKilledDaemonAreReleased restarts a daemon with two mounts, of which one is not
+// restored, while an UNLOCK of the other one is in flight.
 func TestOtherLocksOfKilledDaemonAreReleased(t *testing.T) {
 	s := startLockServer(t)
 	dir := t.TempDir()
-	k, lost := newKeptFile(t, s, nlm.StateTables()), newKeptFile(t, s, nlm.StateTables())
+	k := newKeptFile(t, s, nlm.StateTables())
 	service := nlm.NewService(nlm.ServiceConfig{StateDir: dir, Restore: true})
 	service.Restored()
 	use := func(cfg *nlm.Config) { cfg.Service = service }
-	c, gone := k.client(use), []*nlm.Client{s.client(use), lost.client(use)}
-	mustLock(t, gone[0], exclusive(bob, 500, 509))
-	mustLock(t, gone[1], exclusive(bob, 600, 609))
+	c, gone := k.client(use), s.client(use)
+	mustLock(t, gone, exclusive(bob, 500, 509))
 	mustLock(t, c, exclusive(alice, 0, 9))
 	mustLock(t, c, exclusive(bob, 20, 29))
 	before := ownersIn(t, dir)
 	k.interrupt(c, nlmwire.ProcUnlock, func(ctx context.Context) error {
 		return c.Unlock(ctx, cred, fh, bob, 0, whole)
 	})
-	gone[0].Detach()
-	gone[1].Detach()
+	gone.Detach()
 	service.Close()
-	if after := ownersIn(t, dir); !maps.Equal(after, before) || len(after) != 3 {
+	if after := ownersIn(t, dir); !maps.Equal(after, before) || len(after) != 2 {
 		t.Errorf("owners: got\n%q\nwant\n%q", after, before)
 	}
 
@@ -479,8 +472,8 @@ func TestOtherLocksOfKilledDaemonAreReleased(t *testing.T) {
 	c = k.restart(c, use)
 	c.WaitRestored()
 	wantTable(t, c, exclusive(alice, 0, 9))
-	if n := s.locks(); n != 3 { // those of alice and of the other mounts
-		t.Errorf("locks before Restored: got %d, want 3", n)
+	if n := s.locks(); n != 2 { // those of alice and of the other mount
+		t.Errorf("locks before Restored: got %d, want 2", n)
 	}
 	service.Restored()
 	kit.Eventually(t, "release", func() bool { return len(ownersIn(t, dir)) == 1 })

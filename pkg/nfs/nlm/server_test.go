@@ -205,6 +205,16 @@ func (s *lockServer) setAnswer(answer func(*call) reply) {
 	s.answer = answer
 }
 
+// answerStat makes the server reply to the calls of a procedure with stat.
+func (s *lockServer) answerStat(proc nlmwire.Proc, stat nlmwire.Stat) {
+	s.setAnswer(func(c *call) reply {
+		if c.proc == proc {
+			return c.stat(stat)
+		}
+		return pass
+	})
+}
+
 // received returns the calls of a procedure.
 func (s *lockServer) received(proc nlmwire.Proc) (calls []*call) {
 	s.mu.Lock()
@@ -274,14 +284,6 @@ func (s *lockServer) recordedClient(dir string) *nlm.Client {
 	service := nlm.NewService(nlm.ServiceConfig{StateDir: dir})
 	s.t.Cleanup(service.Close)
 	return s.client(func(cfg *nlm.Config) { cfg.Service = service })
-}
-
-// left returns a directory with the files that a killed process leaves in dir.
-func left(t *testing.T, dir string) string {
-	t.Helper()
-	copied := t.TempDir()
-	kit.Must(t, os.CopyFS(copied, os.DirFS(dir)))
-	return copied
 }
 
 // ownersIn returns the files of owners in dir, with their content.
@@ -376,28 +378,33 @@ type portMapper struct {
 
 func startPortMapper(t *testing.T) *portMapper {
 	t.Helper()
+	m := &portMapper{maps: make(map[[3]uint32]uint32)}
+	m.port = listen(t, m.serve)
+	return m
+}
+
+// listen calls serve for each connection to the port that it returns.
+func listen(t *testing.T, serve func(net.Conn)) (port int) {
+	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	kit.Must(t, err)
-	m := &portMapper{maps: make(map[[3]uint32]uint32), port: l.Addr().(*net.TCPAddr).Port}
 	var all sync.WaitGroup
 	all.Go(func() {
-		for {
-			conn, err := l.Accept()
-			if err != nil {
-				return
-			}
-			all.Go(func() { m.serve(conn) })
+		for conn, err := l.Accept(); err == nil; conn, err = l.Accept() {
+			all.Go(func() {
+				defer conn.Close()
+				serve(conn)
+			})
 		}
 	})
 	t.Cleanup(func() {
 		l.Close()
 		all.Wait()
 	})
-	return m
+	return l.Addr().(*net.TCPAddr).Port
 }
 
 func (m *portMapper) serve(conn net.Conn) {
-	defer conn.Close()
 	for {
 		message, err := rpctcp.ReadRecord(conn, nil, 4096)
 		if err != nil {

@@ -172,25 +172,15 @@ type statusMonitor struct{ state atomic.Uint32 }
 
 func startStatusMonitor(t *testing.T, m *portMapper) *statusMonitor {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	kit.Must(t, err)
-	monitor, done := &statusMonitor{}, make(chan struct{})
-	go func() {
-		defer close(done)
-		for conn, err := l.Accept(); err == nil; conn, err = l.Accept() {
-			if message, err := rpctcp.ReadRecord(conn, nil, nlmwire.MaxMessage); err == nil {
-				h, _, _ := sunrpc.ParseCall(message)
-				reply := sunrpc.AppendUint32(sunrpc.AppendAcceptedReply(nil, h.XID, sunrpc.Success), 0)
-				_ = rpctcp.WriteRecord(conn, sunrpc.AppendUint32(reply, monitor.state.Load()))
-			}
-			conn.Close()
+	monitor := &statusMonitor{}
+	port := listen(t, func(conn net.Conn) {
+		if message, err := rpctcp.ReadRecord(conn, nil, nlmwire.MaxMessage); err == nil {
+			h, _, _ := sunrpc.ParseCall(message)
+			reply := sunrpc.AppendUint32(sunrpc.AppendAcceptedReply(nil, h.XID, sunrpc.Success), 0)
+			_ = rpctcp.WriteRecord(conn, sunrpc.AppendUint32(reply, monitor.state.Load()))
 		}
-	}()
-	t.Cleanup(func() {
-		l.Close()
-		<-done
 	})
-	m.set(nlmwire.NSMProgram, nlmwire.NSMVersion, uint32(l.Addr().(*net.TCPAddr).Port))
+	m.set(nlmwire.NSMProgram, nlmwire.NSMVersion, uint32(port))
 	return monitor
 }
 
@@ -241,21 +231,8 @@ func TestServiceWithoutPortMapper(t *testing.T) {
 // requests, because that service would refuse their callbacks, and the server would then release
 // the lock.
 func TestOtherLockServiceStays(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	kit.Must(t, err)
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		for conn, err := l.Accept(); err == nil; conn, err = l.Accept() {
-			conn.Close()
-		}
-	}()
-	t.Cleanup(func() {
-		l.Close()
-		<-done
-	})
 	mapper := startPortMapper(t)
-	mapper.set(nlmwire.Program, nlmwire.Version, uint32(l.Addr().(*net.TCPAddr).Port))
+	mapper.set(nlmwire.Program, nlmwire.Version, uint32(listen(t, func(net.Conn) {})))
 	service := startService(t, mapper)
 	s := startLockServer(t)
 	a, b := s.client(nil), s.client(func(c *nlm.Config) { c.Service = service })
@@ -272,6 +249,9 @@ func TestOtherLockServiceStays(t *testing.T) {
 	kit.Eventually(t, "polls", func() bool { return s.count(nlmwire.ProcLock) > 3 })
 	release(t, a, alice)
 	wantResult(t, result, nil)
+	if n := b.Counters.Polls.Load(); n != 1 {
+		t.Errorf("locks granted by polls: got %d, want 1", n)
+	}
 	for _, c := range s.received(nlmwire.ProcLock) {
 		if c.args.Block {
 			t.Error("LOCK lets the server queue the request")
@@ -328,59 +308,38 @@ func TestOnePeerCannotTakeAllConnections(t *testing.T) {
 	}
 }
 
-// TestKilledDaemonLeavesNoLocks starts a service with what a killed daemon left. The server first
-// does not answer.
+// TestKilledDaemonLeavesNoLocks ends a process with two mounts, of which one was closed while the
+// server did not answer. The server also denies the first two attempts of the next process.
 func TestKilledDaemonLeavesNoLocks(t *testing.T) {
 	s := startLockServer(t)
-	dir := t.TempDir()
-	c := s.recordedClient(dir)
+	cfg := nlm.ServiceConfig{StateDir: t.TempDir()}
+	cfg.SetRetry(time.Millisecond)
+	service := nlm.NewService(cfg)
+	use := func(cfg *nlm.Config) { cfg.Service = service }
+	c, closed := s.client(use), s.client(use)
 	mustLock(t, c, exclusive(alice, 0, 9))
 	mustLock(t, c, shared(bob, 20, 29))
-	mustLock(t, c, exclusive(nlm.Owner{Kind: nlm.Flock, ID: 3}, 40, 40))
 	release(t, c, bob)
+	mustLock(t, closed, exclusive(nlm.Owner{Kind: nlm.Flock, ID: 3}, 40, 40))
+	s.answerStat(nlmwire.ProcUnlock, nlmwire.DeniedGracePeriod)
+	closed.CloseWithin(time.Millisecond)
+	c.Detach()
+	service.Close()
 	if n := s.locks(); n != 2 {
 		t.Fatalf("locks before the restart: got %d, want 2", n)
 	}
-	killed, unlocks := left(t, dir), s.count(nlmwire.ProcUnlock)
+	unlocks := s.count(nlmwire.ProcUnlock)
 	s.setAnswer(func(c *call) reply {
-		if c.proc != nlmwire.ProcUnlock || s.count(nlmwire.ProcUnlock) > unlocks+2 {
-			return pass
+		if c.proc == nlmwire.ProcUnlock && s.count(nlmwire.ProcUnlock) <= unlocks+2 {
+			return c.stat(nlmwire.DeniedGracePeriod)
 		}
-		return c.stat(nlmwire.DeniedGracePeriod)
+		return pass
 	})
-	cfg := nlm.ServiceConfig{StateDir: killed}
-	cfg.SetRetry(time.Millisecond)
-	second := nlm.NewService(cfg)
-	kit.Eventually(t, "release", func() bool { return len(ownersIn(t, killed)) == 0 })
-	second.Close()
+	service = nlm.NewService(cfg)
+	kit.Eventually(t, "release", func() bool { return len(ownersIn(t, cfg.StateDir)) == 0 })
+	service.Close()
 	if n, calls := s.locks(), s.count(nlmwire.ProcUnlock)-unlocks; n != 0 || calls != 4 { // not of bob
 		t.Errorf("got %d locks, %d calls of UNLOCK; want 0, 4", n, calls)
-	}
-}
-
-// TestClosedClientLeavesOwners closes a client while its server does not answer. The next daemon
-// releases the locks.
-func TestClosedClientLeavesOwners(t *testing.T) {
-	s := startLockServer(t)
-	dir := t.TempDir()
-	service := nlm.NewService(nlm.ServiceConfig{StateDir: dir})
-	use := func(cfg *nlm.Config) { cfg.Service = service }
-	c, other := s.client(use), s.client(use)
-	mustLock(t, c, exclusive(alice, 0, 9))
-	mustLock(t, other, exclusive(bob, 20, 29))
-	other.Close()
-	s.setAnswer(func(c *call) reply { return c.stat(nlmwire.DeniedGracePeriod) })
-	c.CloseWithin(time.Millisecond)
-	service.Close()
-	s.setAnswer(nil)
-	if n := len(ownersIn(t, dir)); n != 1 || s.locks() != 1 {
-		t.Fatalf("got %d files, %d locks; want 1, 1", n, s.locks())
-	}
-	service = nlm.NewService(nlm.ServiceConfig{StateDir: dir})
-	kit.Eventually(t, "release", func() bool { return len(ownersIn(t, dir)) == 0 })
-	service.Close()
-	if n := s.locks(); n != 0 {
-		t.Errorf("locks after the release: got %d, want none", n)
 	}
 }
 
@@ -445,21 +404,5 @@ func TestStateDirHasOneService(t *testing.T) {
 	}
 	if n := s.locks(); n != 1 {
 		t.Errorf("got %d locks, want 1", n)
-	}
-}
-
-// TestOwnersFileStaysShort locks and unlocks: owners use the slots of earlier ones.
-func TestOwnersFileStaysShort(t *testing.T) {
-	s := startLockServer(t)
-	dir := t.TempDir()
-	c := s.recordedClient(dir)
-	for i := range uint64(100) {
-		mustLock(t, c, exclusive(alice, 0, i))
-		release(t, c, alice)
-	}
-	for path, content := range ownersIn(t, dir) {
-		if len(content) > nlm.OwnersHead+1024 {
-			t.Errorf("%s has %d bytes", path, len(content))
-		}
 	}
 }

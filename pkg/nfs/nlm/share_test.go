@@ -125,12 +125,7 @@ func TestRefusedUnlockKeepsLock(t *testing.T) {
 	k := newKeptFile(t, s, nlm.StateTables())
 	c := k.client(nil)
 	mustLock(t, c, exclusive(alice, 0, 9))
-	s.setAnswer(func(c *call) reply {
-		if c.proc != nlmwire.ProcUnlock {
-			return pass
-		}
-		return c.stat(nlmwire.DeniedNoLocks)
-	})
+	s.answerStat(nlmwire.ProcUnlock, nlmwire.DeniedNoLocks)
 	if err := c.Unlock(t.Context(), cred, fh, alice, 5, 5); !errors.Is(err, syscall.ENOLCK) {
 		t.Errorf("got error %v, want %v", err, syscall.ENOLCK)
 	}

@@ -90,12 +90,7 @@ func TestMessagesOfServerAreLimited(t *testing.T) {
 		var out bytes.Buffer
 		c := s.client(func(cfg *nlm.Config) { cfg.Logger = hclog.New(&hclog.LoggerOptions{Output: &out}) })
 		fail := func() {
-			s.setAnswer(func(c *call) reply {
-				if c.proc == nlmwire.ProcUnlock {
-					return c.stat(nlmwire.Failed)
-				}
-				return pass
-			})
+			s.answerStat(nlmwire.ProcUnlock, nlmwire.Failed)
 			for i := range uint64(n) {
 				mustLock(t, c, exclusive(alice, 2*i, 2*i))
 				mustUnlock(t, c, alice, 2*i, 2*i)
