@@ -43,15 +43,17 @@ var allowed = []struct{ pkg, imports string }{
 		"pkg/observe/ledger pkg/observe/stats pkg/observe/trace pkg/rpcrdma pkg/sunrpc pkg/verbs"},
 	{"test/kit/hostile", "pkg/membuf pkg/nfs/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs pkg/verbs/faults test/kit"},
 	{"internal/server/nfsd", "internal/resvport internal/server/nlmd pkg/nfs pkg/nfs/nfs3 pkg/nfs/nfsacl " +
-		"pkg/nfs/nlm pkg/sunrpc"},
-	{"internal/server/nlmd", "internal/fair pkg/nfs/nfs3 pkg/nfs/nlm pkg/nfs/rangelock pkg/sunrpc"},
+		"pkg/nfs/nlm/nlmwire pkg/sunrpc"},
+	{"internal/server/nlmd", "internal/fair pkg/nfs/nfs3 pkg/nfs/nlm/nlmwire pkg/nfs/rangelock pkg/sunrpc"},
 	{"internal/server/svcrdma", "internal/fair pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
 	{"pkg/vfs", "internal/fair internal/pace pkg/fuse/kernel pkg/fuse/mountpoint pkg/keep/slotfile pkg/membuf " +
 		"pkg/nfs pkg/nfs/nfsacl pkg/nfs/nlm pkg/nfs/rangelock pkg/observe/stats pkg/sunrpc pkg/vfs/attr " +
 		"pkg/vfs/data pkg/vfs/name"},
 	{"pkg/fuse/virtiofs", "pkg/fuse/kernel pkg/keep/slotfile pkg/observe/ledger"},
 	{"pkg/nfs/nlm", "internal/fair internal/pace internal/resvport internal/running pkg/keep/slotfile " +
-		"pkg/nfs/mountd pkg/nfs/nfs3 pkg/nfs/rangelock pkg/observe/stats pkg/sunrpc pkg/sunrpc/rpctcp"},
+		"pkg/nfs/mountd pkg/nfs/nfs3 pkg/nfs/nlm/nlmwire pkg/nfs/rangelock pkg/observe/stats pkg/sunrpc " +
+		"pkg/sunrpc/rpctcp"},
+	{"pkg/nfs/nlm/nlmwire", "pkg/nfs/nfs3 pkg/sunrpc"},
 	{"pkg/memreg", "internal/selfcheck pkg/membuf pkg/observe/stats pkg/observe/trace pkg/verbs"},
 	{"pkg/nfs/nfsacl", "pkg/nfs/nfs3 pkg/sunrpc"},
 	{"pkg/nfs/mountd", "internal/resvport pkg/nfs/nfs3 pkg/sunrpc pkg/sunrpc/rpctcp"},

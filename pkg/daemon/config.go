@@ -88,7 +88,7 @@ func (c *Config) Fields() []Field {
 		{"log_format", "text or json", &c.LogFormat},
 		{"mount_options", "default mount options; the options of a mount override them", &c.MountOptions},
 		{"nlm_listen", "ADDRESS:PORT for the callbacks of lock servers, TCP and UDP; empty for none", &c.NLMListen},
-		{"state_dir", "directory for the journal of locks, absolute path; empty for none", &c.StateDir},
+		{"state_dir", "directory for the owners of locks, absolute path; empty for none", &c.StateDir},
 		{"connect_timeout", "timeout of a mount request", &c.ConnectTimeout},
 		{"shutdown_timeout", "time to write dirty data and unmount all mounts when the daemon stops",
 			&c.ShutdownTimeout},

@@ -130,7 +130,7 @@ type TableConfig struct {
 	ConnectRate int
 	// LockListen is ADDRESS:PORT for the calls of lock servers; "" for none.
 	LockListen string
-	// StateDir keeps the journal of locks; "" for none.
+	// StateDir keeps the owners of locks; "" for none.
 	StateDir string
 	// Store keeps the mounts while no daemon runs. nil: the mounts end with this process. NoStore is
 	// why then; nil if they are meant to.

@@ -7,10 +7,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/server/nlmd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -82,7 +81,7 @@ func (s *Server) serve(ctx context.Context, peer netip.AddrPort, msg, reply []by
 			return nil, errNotNow
 		}
 		return s.nfsACL(ctx, peer, &h, args, reply)
-	case nlm.Program, nlmd.ProgramNSM:
+	case nlmwire.Program, nlmwire.NSMProgram:
 		return s.lockCall(ctx, peer, &h, args, reply, nowait)
 	case nfs3.Program:
 	default:

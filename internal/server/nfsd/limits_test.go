@@ -13,7 +13,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
@@ -212,8 +212,9 @@ func FuzzCall(f *testing.F) {
 	f.Add(append(header(progPortmap, versPortmap, pmapGetPort), make([]byte, 16)...))
 	h := header(nfsacl.Program, nfsacl.Version, nfsacl.ProcGetACL)
 	f.Add(sunrpc.AppendUint32(nfs3.AppendFH(h, &file), nfsacl.MaskAll))
-	locked := nlm.Args{Exclusive: true, Region: nlm.Region{Caller: "client", FH: file.Bytes(), OH: []byte{1}}}
-	f.Add(nlm.AppendArgs(header(nlm.Program, nlm.Version, uint32(nlm.ProcLock)), nlm.ProcLock, &locked))
+	locked := nlmwire.Args{Exclusive: true, Region: nlmwire.Region{Caller: "client", FH: file.Bytes(), OH: []byte{1}}}
+	f.Add(nlmwire.AppendArgs(header(nlmwire.Program, nlmwire.Version, uint32(nlmwire.ProcLock)), nlmwire.ProcLock,
+		&locked))
 	f.Fuzz(func(t *testing.T, msg []byte) {
 		for _, try := range []bool{true, false} {
 			var reply []byte

@@ -9,7 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -29,7 +29,7 @@ func (s *Server) lockCall(ctx context.Context, peer netip.AddrPort, h *sunrpc.Ca
 		}
 		defer release()
 	}
-	if h.Prog == nlm.Program {
+	if h.Prog == nlmwire.Program {
 		return s.locks.ServeNLM(peer.Addr(), h, args, reply), nil
 	}
 	return s.locks.ServeNSM(peer.Addr(), h, args, reply), nil
@@ -45,10 +45,10 @@ func (s *Server) lockState() string {
 
 // checkLock checks that the caller may lock a file: the caller may read or write the file, or owns
 // it.
-func (s *Server) checkLock(h *sunrpc.CallHeader, fh *nfs3.FH) nlm.Stat {
+func (s *Server) checkLock(h *sunrpc.CallHeader, fh *nfs3.FH) nlmwire.Stat {
 	who, ok := credOf(h, s.cfg.NoRootSquash)
 	if !ok {
-		return nlm.Failed
+		return nlmwire.Failed
 	}
 	if !s.id.switches {
 		who = cred{uid: s.id.uid, gid: s.id.gid}
@@ -56,24 +56,24 @@ func (s *Server) checkLock(h *sunrpc.CallHeader, fh *nfs3.FH) nlm.Stat {
 	o, status := s.object(fh)
 	switch {
 	case status == nfs3.ErrStale || status == nfs3.ErrBadHandle:
-		return nlm.StaleFH
+		return nlmwire.StaleFH
 	case status != nfs3.OK:
-		return nlm.Failed
+		return nlmwire.Failed
 	}
 	defer s.objects.release(o)
 	var st unix.Stat_t
 	if o.kind != unix.S_IFREG {
-		return nlm.Failed
+		return nlmwire.Failed
 	}
 	if o.stat(&st) != nil {
-		return nlm.StaleFH
+		return nlmwire.StaleFH
 	}
 	bits, _, err := o.permissions(s.id, &who, &st)
 	if err != nil {
-		return nlm.Failed
+		return nlmwire.Failed
 	}
 	if bits&(permRead|permWrite) == 0 && st.Uid != who.uid {
-		return nlm.Failed // as a Linux server
+		return nlmwire.Failed // as a Linux server
 	}
-	return nlm.Granted
+	return nlmwire.Granted
 }

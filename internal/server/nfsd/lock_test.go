@@ -5,22 +5,22 @@ import (
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // lock sends LOCK for a whole file.
-func (c *client) lock(from netip.AddrPort, cred []byte, fh nfs3.FH) (nlm.Stat, error) {
-	a := nlm.Args{Region: nlm.Region{Caller: "client", FH: fh.Bytes(), OH: cred}}
-	m := &sunrpc.Message{Prog: nlm.Program, Vers: nlm.Version, Proc: uint32(nlm.ProcLock), Cred: cred,
-		Args: nlm.AppendArgs(nil, nlm.ProcLock, &a)}
+func (c *client) lock(from netip.AddrPort, cred []byte, fh nfs3.FH) (nlmwire.Stat, error) {
+	a := nlmwire.Args{Region: nlmwire.Region{Caller: "client", FH: fh.Bytes(), OH: cred}}
+	m := &sunrpc.Message{Prog: nlmwire.Program, Vers: nlmwire.Version, Proc: uint32(nlmwire.ProcLock), Cred: cred,
+		Args: nlmwire.AppendArgs(nil, nlmwire.ProcLock, &a)}
 	if err := (&caller{s: c.s, peer: from, try: true}).Call(c.Ctx, m); err != nil {
 		return 0, err
 	}
-	var res nlm.Res
-	err := nlm.ParseRes(nlm.ProcLock, m.Result, &res)
+	var res nlmwire.Res
+	err := nlmwire.ParseRes(nlmwire.ProcLock, m.Result, &res)
 	return res.Stat, err
 }
 
@@ -38,16 +38,16 @@ func TestLockNeedsAccess(t *testing.T) {
 		name string
 		cred []byte
 		fh   nfs3.FH
-		want nlm.Stat
+		want nlmwire.Stat
 	}{
-		{"owner", user, private, nlm.Granted},
-		{"reader", other, read, nlm.Granted},
-		{"writer", other, write, nlm.Granted},
-		{"neither reader nor writer", other, private, nlm.Failed},
-		{"squashed root", root, private, nlm.Failed},
-		{"unknown flavor", []byte{0, 0, 0, 6, 0, 0, 0, 0}, read, nlm.Failed},
-		{"directory", user, dir, nlm.Failed},
-		{"removed file", user, removed, nlm.StaleFH},
+		{"owner", user, private, nlmwire.Granted},
+		{"reader", other, read, nlmwire.Granted},
+		{"writer", other, write, nlmwire.Granted},
+		{"neither reader nor writer", other, private, nlmwire.Failed},
+		{"squashed root", root, private, nlmwire.Failed},
+		{"unknown flavor", []byte{0, 0, 0, 6, 0, 0, 0, 0}, read, nlmwire.Failed},
+		{"directory", user, dir, nlmwire.Failed},
+		{"removed file", user, removed, nlmwire.StaleFH},
 	} {
 		if got, err := c.lock(peer, tt.cred, tt.fh); err != nil || got != tt.want {
 			t.Errorf("%s: got %v, %v, want %v", tt.name, got, err, tt.want)

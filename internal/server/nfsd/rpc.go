@@ -10,10 +10,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/server/nlmd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -142,7 +141,7 @@ func (s *Server) portmap(h *sunrpc.CallHeader, args, reply []byte) []byte {
 		return sunrpc.AppendProgMismatchReply(reply, h.XID, versPortmap, versPortmap)
 	}
 	served := [...][2]uint32{{nfs3.Program, nfs3.Version}, {progMount, versMount},
-		{nfsacl.Program, nfsacl.Version}, {nlm.Program, nlm.Version}, {nlmd.ProgramNSM, nlmd.VersionNSM}}
+		{nfsacl.Program, nfsacl.Version}, {nlmwire.Program, nlmwire.Version}, {nlmwire.NSMProgram, nlmwire.NSMVersion}}
 	success := func() []byte { return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.Success) }
 	switch h.Proc {
 	case pmapNull:

@@ -12,22 +12,13 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/fair"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/rangelock"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
 // DefaultGrace is the default of Config.Grace.
 const DefaultGrace = 45 * time.Second
-
-// Programs and procedures of NSM.
-const (
-	ProgramNSM = 100024
-	VersionNSM = 1
-
-	nsmNull   = 0
-	nsmNotify = 6
-)
 
 // Limits, for which a client gets NLM4_DENIED_NOLOCKS. A user of a client gets at most half of the
 // locks of the client: see fair.Limit.
@@ -39,7 +30,7 @@ const (
 // Config configures a Server. Check is necessary.
 type Config struct {
 	// Check returns whether the caller may lock the file. A file must have only one handle.
-	Check func(h *sunrpc.CallHeader, fh *nfs3.FH) nlm.Stat
+	Check func(h *sunrpc.CallHeader, fh *nfs3.FH) nlmwire.Stat
 	// StateFile exists from the first lock until a Close without locks; "" for no grace period.
 	StateFile string
 	// Grace is the time after a restart for reclaims; 0 means DefaultGrace.
@@ -108,43 +99,43 @@ func (s *Server) Locks() int {
 
 // ServeNLM executes one call of NLM and appends the reply.
 func (s *Server) ServeNLM(peer netip.Addr, h *sunrpc.CallHeader, args, reply []byte) []byte {
-	if h.Vers != nlm.Version {
-		return sunrpc.AppendProgMismatchReply(reply, h.XID, nlm.Version, nlm.Version)
+	if h.Vers != nlmwire.Version {
+		return sunrpc.AppendProgMismatchReply(reply, h.XID, nlmwire.Version, nlmwire.Version)
 	}
-	var a nlm.Args
-	proc := nlm.Proc(h.Proc)
+	var a nlmwire.Args
+	proc := nlmwire.Proc(h.Proc)
 	switch proc {
-	case nlm.ProcNull:
+	case nlmwire.ProcNull:
 		return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.Success)
-	case nlm.ProcFreeAll:
-		name, _, err := nlm.ParseFreeAll(args)
+	case nlmwire.ProcFreeAll:
+		name, _, err := nlmwire.ParseNotify(args)
 		return s.freed(peer, name, err, h, reply)
-	case nlm.ProcTest, nlm.ProcLock, nlm.ProcCancel, nlm.ProcUnlock:
+	case nlmwire.ProcTest, nlmwire.ProcLock, nlmwire.ProcCancel, nlmwire.ProcUnlock:
 	default:
 		return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.ProcUnavail)
 	}
-	if nlm.ParseArgs(proc, args, &a) != nil {
+	if nlmwire.ParseArgs(proc, args, &a) != nil {
 		return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.GarbageArgs)
 	}
-	res := nlm.Res{Cookie: a.Cookie}
+	res := nlmwire.Res{Cookie: a.Cookie}
 	fh, err := nfs3.NewFH(a.Region.FH)
 	if err != nil {
-		res.Stat = nlm.StaleFH
+		res.Stat = nlmwire.StaleFH
 	} else {
 		s.execute(peer, h, proc, &fh, &a, &res)
 	}
-	return nlm.AppendRes(sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.Success), proc, &res)
+	return nlmwire.AppendRes(sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.Success), proc, &res)
 }
 
 // ServeNSM executes one call of NSM and appends the reply.
 func (s *Server) ServeNSM(peer netip.Addr, h *sunrpc.CallHeader, args, reply []byte) []byte {
 	switch {
-	case h.Vers != VersionNSM:
-		return sunrpc.AppendProgMismatchReply(reply, h.XID, VersionNSM, VersionNSM)
-	case h.Proc == nsmNull:
+	case h.Vers != nlmwire.NSMVersion:
+		return sunrpc.AppendProgMismatchReply(reply, h.XID, nlmwire.NSMVersion, nlmwire.NSMVersion)
+	case h.Proc == nlmwire.NSMNull:
 		return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.Success)
-	case h.Proc == nsmNotify:
-		name, _, err := nlm.ParseFreeAll(args) // stat_chge has the same layout
+	case h.Proc == nlmwire.NSMNotify:
+		name, _, err := nlmwire.ParseNotify(args)
 		return s.freed(peer, name, err, h, reply)
 	}
 	return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.ProcUnavail)
@@ -167,13 +158,13 @@ func (s *Server) freed(peer netip.Addr, name string, err error, h *sunrpc.CallHe
 	return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.Success)
 }
 
-func (s *Server) execute(peer netip.Addr, h *sunrpc.CallHeader, proc nlm.Proc, fh *nfs3.FH, a *nlm.Args,
-	res *nlm.Res) {
-	if proc == nlm.ProcCancel {
+func (s *Server) execute(peer netip.Addr, h *sunrpc.CallHeader, proc nlmwire.Proc, fh *nfs3.FH, a *nlmwire.Args,
+	res *nlmwire.Res) {
+	if proc == nlmwire.ProcCancel {
 		return // no request is queued
 	}
-	if proc != nlm.ProcUnlock { // also a removed file can be unlocked
-		if res.Stat = s.cfg.Check(h, fh); res.Stat != nlm.Granted {
+	if proc != nlmwire.ProcUnlock { // also a removed file can be unlocked
+		if res.Stat = s.cfg.Check(h, fh); res.Stat != nlmwire.Granted {
 			return
 		}
 	}
@@ -188,22 +179,20 @@ func (s *Server) execute(peer netip.Addr, h *sunrpc.CallHeader, proc nlm.Proc, f
 		table = new(rangelock.Table[owner])
 	}
 	switch proc {
-	case nlm.ProcTest:
-		if res.Stat = s.graceStat(false); res.Stat != nlm.Granted {
+	case nlmwire.ProcTest:
+		if res.Stat = s.graceStat(false); res.Stat != nlmwire.Granted {
 			return
 		}
 		if c := table.Conflict(&l); c != nil {
-			res.Stat = nlm.Denied
-			res.Holder = nlm.Holder{Exclusive: c.Exclusive, SVID: c.Owner.svid, OH: []byte(c.Owner.oh)}
-			var r nlm.Region
-			r.SetRange(c.Start, c.End)
-			res.Holder.Offset, res.Holder.Length = r.Offset, r.Length
+			res.Stat = nlmwire.Denied
+			res.Holder = nlmwire.Holder{Exclusive: c.Exclusive, SVID: c.Owner.svid, OH: []byte(c.Owner.oh)}
+			res.Holder.SetRange(c.Start, c.End)
 		}
-	case nlm.ProcLock:
+	case nlmwire.ProcLock:
 		res.Stat = s.lock(*fh, table, &l, uid, a)
-	case nlm.ProcUnlock:
+	case nlmwire.ProcUnlock:
 		if table.Splits(l.Owner, l.Start, l.End) && s.full(l.Owner, uid) {
-			res.Stat = nlm.DeniedNoLocks
+			res.Stat = nlmwire.DeniedNoLocks
 			return
 		}
 		s.change(*fh, table, l.Owner, uid, func() { table.Clear(l.Owner, l.Start, l.End) })
@@ -211,32 +200,32 @@ func (s *Server) execute(peer netip.Addr, h *sunrpc.CallHeader, proc nlm.Proc, f
 }
 
 // graceStat refuses new locks during the grace period and reclaims after it.
-func (s *Server) graceStat(reclaim bool) nlm.Stat {
+func (s *Server) graceStat(reclaim bool) nlmwire.Stat {
 	if time.Now().Before(s.until) != reclaim {
-		return nlm.DeniedGracePeriod
+		return nlmwire.DeniedGracePeriod
 	}
-	return nlm.Granted
+	return nlmwire.Granted
 }
 
 // lock executes LOCK. mu is held.
-func (s *Server) lock(fh nfs3.FH, table *rangelock.Table[owner], l *lock, uid uint32, a *nlm.Args) nlm.Stat {
-	if stat := s.graceStat(a.Reclaim); stat != nlm.Granted {
+func (s *Server) lock(fh nfs3.FH, table *rangelock.Table[owner], l *lock, uid uint32, a *nlmwire.Args) nlmwire.Stat {
+	if stat := s.graceStat(a.Reclaim); stat != nlmwire.Granted {
 		return stat
 	}
 	switch {
 	case table.Conflict(l) != nil && a.Block:
-		return nlm.Blocked
+		return nlmwire.Blocked
 	case table.Conflict(l) != nil:
-		return nlm.Denied
+		return nlmwire.Denied
 	case s.full(l.Owner, uid):
-		return nlm.DeniedNoLocks
+		return nlmwire.DeniedNoLocks
 	}
 	if err := s.noteHeld(); err != nil {
 		s.log.Error("lock refused: cannot record that locks are held", "file", s.cfg.StateFile, "error", err)
-		return nlm.DeniedNoLocks
+		return nlmwire.DeniedNoLocks
 	}
 	s.change(fh, table, l.Owner, uid, func() { table.Set(*l) })
-	return nlm.Granted
+	return nlmwire.Granted
 }
 
 // full reports whether an owner gets no more locks. uid is that of its user. mu is held.

@@ -31,15 +31,24 @@ func (t Records[T]) Add(r *T, counter uint64) (Ref, error) {
 	if t.counters > 0 {
 		t.StoreUint64(s, 0, counter)
 	}
-	t.Put(s, recordBytes(r))
+	t.Put(s, Bytes(r))
 	t.noteChange()
 	return Ref(s) + 1, nil
 }
 
-// Set replaces a record. It does nothing if ref is 0.
+// Reserve allocates a slot for a later Set. The slot is free for the next process until then.
+func (t Records[T]) Reserve() (Ref, error) {
+	s, err := t.Alloc()
+	if err != nil {
+		return 0, err
+	}
+	return Ref(s) + 1, nil
+}
+
+// Set stores a record or replaces it. It does nothing if ref is 0.
 func (t Records[T]) Set(ref Ref, r *T) {
 	if ref != 0 {
-		t.Put(Slot(ref-1), recordBytes(r))
+		t.Put(Slot(ref-1), Bytes(r))
 		t.noteChange()
 	}
 }
@@ -69,7 +78,7 @@ func (t Records[T]) All(f func(ref Ref, r *T) error) error {
 	var failed error
 	err := t.Each(func(s Slot, b []byte) {
 		var r T
-		copy(recordBytes(&r), b)
+		copy(Bytes(&r), b)
 		if failed == nil {
 			failed = f(Ref(s)+1, &r)
 		}
@@ -91,7 +100,7 @@ func (t *Table) noteChange() {
 	}
 }
 
-// recordBytes returns the memory of a record.
-func recordBytes[T any](r *T) []byte {
+// Bytes returns the memory of a record.
+func Bytes[T any](r *T) []byte {
 	return unsafe.Slice((*byte)(unsafe.Pointer(r)), unsafe.Sizeof(*r))
 }

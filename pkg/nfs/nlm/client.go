@@ -35,6 +35,9 @@ type Owner struct {
 	ID   uint64
 }
 
+// maxOffset is the last byte of a lock.
+const maxOffset = rangelock.MaxOffset
+
 // A Lock is a lock of a byte range of one file.
 type Lock = rangelock.Lock[Owner]
 
@@ -110,7 +113,6 @@ type Client struct {
 	cookie   atomic.Uint64
 	logged   atomic.Bool // the missing service was logged
 	called   atomic.Bool // the server has called back
-	detached atomic.Bool // the journal must not change anymore
 
 	stateLogged atomic.Bool // a failed record was logged
 	limits      logLimits
@@ -141,9 +143,9 @@ type Client struct {
 		sync.Mutex
 		files   map[nfs3.FH]*file
 		owners  map[Owner]*owner
-		svids   map[uint32]struct{} // in use by owners
-		pending map[*pending]struct{}
-		lost    map[nfs3.FH][]uint64 // open files with lost locks
+		svids   map[uint32]struct{}   // in use by owners
+		pending map[*request]struct{} // may wait for GRANTED
+		lost    map[nfs3.FH][]uint64  // open files with lost locks
 		state   serverState
 		closed  bool
 	}
@@ -189,14 +191,6 @@ type owner struct {
 	uid   uint32 // of the user whose share has the locks: that of the first one; undefined without locks
 }
 
-// A pending is a blocked request that waits for GRANTED.
-type pending struct {
-	fh     nfs3.FH
-	region Region
-	excl   bool
-	wake   chan struct{} // capacity 1
-}
-
 // New returns a Client. It contacts the server when the first lock is requested. With a State that
 // has locks it restores them before it returns, and reclaims them in the background.
 func New(cfg Config) *Client {
@@ -212,7 +206,7 @@ func New(cfg Config) *Client {
 	_, _ = rand.Read(c.instance[:])      // never fails
 	c.mu.files, c.mu.owners = make(map[nfs3.FH]*file), make(map[Owner]*owner)
 	c.mu.svids = make(map[uint32]struct{})
-	c.mu.pending, c.mu.lost = make(map[*pending]struct{}), make(map[nfs3.FH][]uint64)
+	c.mu.pending, c.mu.lost = make(map[*request]struct{}), make(map[nfs3.FH][]uint64)
 	c.locks, c.waiting = fair.NewLimit("locks", maxLocks), fair.NewLimit("requests that wait for locks", maxWaiters)
 	c.locks.Warn, c.waiting.Warn = c.warn, c.warn
 	c.interrupted, c.kept = make(map[*file]*interrupted), make(map[openKey]struct{})
@@ -235,25 +229,34 @@ func (c *Client) Close() { c.CloseWithin(c.times.release) }
 // CloseWithin is Close with a bound of the time for the release of the locks. The server keeps
 // those that are not released until it learns that this client has gone.
 func (c *Client) CloseWithin(release time.Duration) {
-	if c.detached.Load() {
+	if c.isClosed() {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), release)
 	defer cancel()
 	c.releaseAll(ctx)
+	c.end((*Service).remove)
+}
+
+// end ends all work. leave removes the client from the service.
+func (c *Client) end(leave func(*Service, *Client)) {
 	c.mu.Lock()
 	c.mu.closed = true
 	c.mu.Unlock()
 	c.cancel()
 	c.work.Wait()
 	if c.cfg.Service != nil {
-		c.cfg.Service.remove(c)
+		leave(c.cfg.Service, c)
 	}
 	c.link.close()
+	c.cfg.State.close()
 }
 
-// Abort ends all calls. The server keeps the locks until it learns that this client has gone.
-func (c *Client) Abort() { c.cancel() }
+func (c *Client) isClosed() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.mu.closed
+}
 
 func (c *Client) releaseAll(ctx context.Context) {
 	c.mu.Lock()
@@ -341,7 +344,7 @@ func (c *Client) getOwner(id Owner) *owner {
 }
 
 func (c *Client) newOwner(svid uint32) *owner {
-	return &owner{svid: svid, oh: binary.BigEndian.AppendUint32(append([]byte(nil), c.instance[:]...), svid)}
+	return &owner{svid: svid, oh: ownerHandle(c.instance, svid)}
 }
 
 func (c *Client) putOwner(id Owner) {
@@ -375,28 +378,7 @@ func (c *Client) clear(f *file, id Owner, start, end uint64, in *intent) error {
 	if !f.has(id) {
 		delete(f.creds, id)
 	}
-	c.forget(f, id)
 	return nil
-}
-
-// remember records that an owner may get a lock of f at the server. The caller has the turn.
-func (c *Client) remember(f *file, id Owner, o *owner, cred []byte) {
-	if j := c.cfg.Service.journalOf(); j != nil && !f.has(id) {
-		j.add(c.journalEntryOf(f, o, cred))
-	}
-}
-
-// forget records that an owner without locks of f in the tables has none at the server. The caller
-// has the turn.
-func (c *Client) forget(f *file, id Owner) {
-	j := c.cfg.Service.journalOf()
-	if j == nil || f.has(id) || c.detached.Load() {
-		return
-	}
-	c.mu.Lock()
-	o := c.mu.owners[id]
-	c.mu.Unlock()
-	j.remove(c.journalKeyOf(f, o))
 }
 
 func (f *file) has(id Owner) bool {
@@ -411,7 +393,7 @@ type tableChange struct {
 	start, end uint64
 	do         func()
 	releases   bool    // it may release or weaken a lock
-	cred       []byte  // of a new lock
+	cred       []byte  // of a new lock; nil: unchanged
 	in         *intent // the request that the change completes; nil for none
 	all        bool    // record all locks of the owner again
 }
@@ -458,11 +440,7 @@ func (c *Client) change(f *file, ch *tableChange) error {
 		}
 	}
 	c.mu.Unlock()
-	if c.cfg.State == nil {
-		return nil
-	}
-	recorded, err := c.cfg.State.apply(&stateChange{f: f, id: id, o: o, start: ch.start, end: ch.end, cred: ch.cred,
-		in: ch.in, all: ch.all})
+	recorded, err := c.cfg.State.apply(f, o, ch)
 	if !recorded {
 		return syscall.EINTR
 	}

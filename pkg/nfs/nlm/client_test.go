@@ -11,6 +11,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
@@ -54,7 +55,7 @@ func TestConflictsOnOneMount(t *testing.T) {
 	third, cancel3 := goLock(t, c, exclusive(carol, 0, 0), true)
 	defer cancel3()
 	wantResult(t, third, syscall.EDEADLK)
-	if n := s.count(nlm.ProcLock) + s.count(nlm.ProcTest); n != 3 {
+	if n := s.count(nlmwire.ProcLock) + s.count(nlmwire.ProcTest); n != 3 {
 		t.Errorf("calls: got %d, want 3", n)
 	}
 	release(t, c, carol)
@@ -63,30 +64,18 @@ func TestConflictsOnOneMount(t *testing.T) {
 	wantResult(t, first, nil)
 }
 
-func TestWaitingRequestPolls(t *testing.T) {
-	s := startLockServer(t)
-	a, b := s.client(nil), s.client(nil)
-	mustLock(t, a, exclusive(alice, 0, 9))
-	result, cancel := goLock(t, b, exclusive(bob, 0, 0), true)
-	defer cancel()
-	kit.Eventually(t, "polls", func() bool { return s.count(nlm.ProcLock) > 3 })
-	release(t, a, alice)
-	wantResult(t, result, nil)
-	if n := b.Counters.Polls.Load(); n != 1 {
-		t.Errorf("locks granted by polls: got %d, want 1", n)
-	}
-}
-
 func TestCanceledRequestLeavesNoLock(t *testing.T) {
 	s := startLockServer(t)
 	a, b := s.client(nil), s.client(nil)
 	mustLock(t, a, exclusive(alice, 0, 9))
 	mustLock(t, b, shared(bob, 100, 109))
 	result, cancel := goLock(t, b, exclusive(bob, 0, 109), true)
-	kit.Eventually(t, "poll", func() bool { return s.count(nlm.ProcLock) > 3 })
+	kit.Eventually(t, "poll", func() bool { return s.count(nlmwire.ProcLock) > 3 })
 	cancel()
 	wantResult(t, result, syscall.EINTR)
-	kit.Eventually(t, "unlock", func() bool { return s.count(nlm.ProcCancel) == 1 && s.count(nlm.ProcUnlock) == 1 })
+	kit.Eventually(t, "unlock", func() bool {
+		return s.count(nlmwire.ProcCancel) == 1 && s.count(nlmwire.ProcUnlock) == 1
+	})
 	mustLock(t, b, exclusive(alice, 50, 99)) // settled
 	release(t, a, alice)
 	mustLock(t, a, exclusive(alice, 0, 49))
@@ -101,7 +90,7 @@ func TestLateLockIsReleased(t *testing.T) {
 		bubble(t, func(t *testing.T, s *lockServer) {
 			c, other := s.client(nil), s.client(nil)
 			mustLock(t, c, shared(alice, 0, 4))
-			began, proceed := s.hold(nlm.ProcLock, false)
+			began, proceed := s.hold(nlmwire.ProcLock, false)
 			result, cancel := goLock(t, c, exclusive(alice, 0, 9), wait)
 			<-began
 			cancel()
@@ -122,7 +111,7 @@ func TestLateUnlockKeepsNewLock(t *testing.T) {
 	bubble(t, func(t *testing.T, s *lockServer) {
 		c := s.client(nil)
 		mustLock(t, c, exclusive(alice, 0, 9))
-		began, proceed := s.hold(nlm.ProcUnlock, false)
+		began, proceed := s.hold(nlmwire.ProcUnlock, false)
 		ctx, cancel := context.WithCancel(t.Context())
 		unlocked := make(chan error, 1)
 		go func() { unlocked <- c.Unlock(ctx, cred, fh, alice, 0, 9) }()
@@ -147,7 +136,7 @@ func TestQueuedUnlockKeepsNewLock(t *testing.T) {
 	bubble(t, func(t *testing.T, s *lockServer) {
 		c := s.client(nil)
 		mustLock(t, c, exclusive(alice, 0, 9))
-		began, proceed := s.hold(nlm.ProcTest, false)
+		began, proceed := s.hold(nlmwire.ProcTest, false)
 		tested := make(chan error, 1)
 		go func() {
 			_, _, err := c.Test(t.Context(), cred, fh, exclusive(alice, 50, 59))
@@ -202,7 +191,7 @@ func TestReleaseOpenGoesOnInBackground(t *testing.T) {
 	mustLock(t, c, exclusive(alice, 0, 9))
 	hold := make(chan struct{})
 	s.setAnswer(func(x *call) reply {
-		if x.proc == nlm.ProcUnlock {
+		if x.proc == nlmwire.ProcUnlock {
 			<-hold
 		}
 		return pass
@@ -223,15 +212,10 @@ func TestReleaseOpenGoesOnInBackground(t *testing.T) {
 func TestStatusBecomesErrno(t *testing.T) {
 	s := startLockServer(t)
 	c := s.client(nil)
-	for stat, want := range map[nlm.Stat]syscall.Errno{nlm.Denied: syscall.EAGAIN, nlm.DeniedNoLocks: syscall.ENOLCK,
-		nlm.Deadlock: syscall.EDEADLK, nlm.ReadOnly: syscall.EROFS, nlm.StaleFH: syscall.ESTALE,
-		nlm.TooBig: syscall.EFBIG, nlm.Failed: syscall.ENOLCK} {
-		s.setAnswer(func(c *call) reply {
-			if c.proc != nlm.ProcLock {
-				return pass
-			}
-			return c.stat(stat)
-		})
+	for stat, want := range map[nlmwire.Stat]syscall.Errno{nlmwire.Denied: syscall.EAGAIN,
+		nlmwire.DeniedNoLocks: syscall.ENOLCK, nlmwire.Deadlock: syscall.EDEADLK, nlmwire.ReadOnly: syscall.EROFS,
+		nlmwire.StaleFH: syscall.ESTALE, nlmwire.TooBig: syscall.EFBIG, nlmwire.Failed: syscall.ENOLCK} {
+		s.answerStat(nlmwire.ProcLock, stat)
 		wantLock(t, c, exclusive(alice, 0, 9), want)
 	}
 }
@@ -255,7 +239,7 @@ func TestCallIsSentAgain(t *testing.T) {
 	s := startLockServer(t)
 	c := s.client(nil)
 	s.setAnswer(func(c *call) reply {
-		if c.proc == nlm.ProcLock && s.count(nlm.ProcLock) <= 2 {
+		if c.proc == nlmwire.ProcLock && s.count(nlmwire.ProcLock) <= 2 {
 			return drop
 		}
 		return pass
@@ -340,7 +324,7 @@ func TestLostConnectionKeepsLocks(t *testing.T) {
 	c := s.client(nil)
 	mustLock(t, c, exclusive(alice, 0, 9))
 	s.dropConnections()
-	kit.Eventually(t, "reclaim and lock", func() bool { return s.count(nlm.ProcLock) == 3 })
+	kit.Eventually(t, "reclaim and lock", func() bool { return s.count(nlmwire.ProcLock) == 3 })
 	kit.Eventually(t, "lock", func() bool { return s.locks() == 1 && c.Counters.Held.Load() == 1 })
 	if c.Counters.Lost.Load() != 0 || c.Counters.Reclaimed.Load() != 0 {
 		t.Errorf("got %d lost and %d reclaimed locks, want none", c.Counters.Lost.Load(), c.Counters.Reclaimed.Load())
@@ -353,11 +337,11 @@ func TestLostConnectionKeepsLocks(t *testing.T) {
 func TestConnectionLostDuringGrantIsNoticed(t *testing.T) {
 	s := startLockServer(t)
 	for i := range uint64(20) {
-		c, before := s.client(nil), s.count(nlm.ProcLock)
+		c, before := s.client(nil), s.count(nlmwire.ProcLock)
 		s.mu.Lock()
 		s.hangUp = true
 		s.mu.Unlock()
 		mustLock(t, c, exclusive(alice, i, i))
-		kit.Eventually(t, "reclaim", func() bool { return s.count(nlm.ProcLock) > before+1 })
+		kit.Eventually(t, "reclaim", func() bool { return s.count(nlmwire.ProcLock) > before+1 })
 	}
 }

@@ -12,8 +12,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// MinJournalLines is the length from which on a journal is rewritten.
-const MinJournalLines = minJournalLines
+// OwnersHead is the length of the header of a file of owners.
+const OwnersHead = ownersHead
 
 // Quick makes a client that New returns poll and retry within milliseconds, also while it restores
 // locks. The client connects with dial, if that is not nil.
@@ -66,15 +66,13 @@ func (c *Client) Identity(id Owner) (svid uint32, oh []byte) {
 	return 0, nil
 }
 
-// OnStep makes the State call f after each change of the records of ranges.
-func (s *State) OnStep(f func()) { s.step = f }
-
 // Records returns the number of records of the State: owners, ranges, and those of requests.
 func (s *State) Records() (owners, ranges, requests int) {
-	_ = s.ranges.Each(func(_ slotfile.Slot, b []byte) {
-		if r, _ := decodeRange(b); r.kind.intent() {
+	_ = s.ranges.All(func(_ slotfile.Ref, r *rangeRecord) error {
+		if r.kind.intent() {
 			requests++
 		}
+		return nil
 	})
 	return s.owners.Len(), s.ranges.Len(), requests
 }
@@ -88,6 +86,9 @@ func (c *Client) Patient() {
 // SetPortmap makes the service use another port mapper.
 func (c *ServiceConfig) SetPortmap(port int) { c.portmapPort = port }
 
+// SetRetry makes the service retry the release of locks sooner.
+func (c *ServiceConfig) SetRetry(d time.Duration) { c.staleRetry = d }
+
 // Handle executes one call as if it came from the address.
 func (s *Service) Handle(from netip.AddrPort, message []byte) []byte { return s.handle(from, message) }
 
@@ -98,7 +99,7 @@ func (s *Service) Admit(conn net.Conn, peer netip.Addr) bool { return s.admit(co
 func (s *Service) WaitReady() { <-s.ready }
 
 // Active reports whether servers can call the service.
-func (s *Service) Active() bool { return s.active() }
+func (s *Service) Active() bool { return s.state().callbacks }
 
 // AppendNotify appends the arguments of SM_NOTIFY.
 func AppendNotify(b []byte, host string, state uint32) []byte {

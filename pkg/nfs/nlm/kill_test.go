@@ -19,9 +19,10 @@ import (
 )
 
 // Environment of a process that a test starts from the test binary: the port of the lock service,
-// and the step at which the process kills itself.
+// the state directory, and the step at which the process kills itself.
 const (
 	childPort = "NLM_TEST_PORT"
+	childDir  = "NLM_TEST_DIR"
 	childStep = "NLM_TEST_STEP"
 )
 
@@ -72,14 +73,14 @@ func lockUntilKilled(port string) error {
 	if err != nil {
 		return err
 	}
-	state := nlm.NewState(f)
-	state.OnStep(func() {
+	f.OnChange(func() {
 		if steps--; steps == 0 {
 			_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
 			select {}
 		}
 	})
-	cfg := nlm.Config{Host: "127.0.0.1", Caller: "test", State: state}
+	cfg := nlm.Config{Host: "127.0.0.1", Caller: "test", State: nlm.NewState(f),
+		Service: nlm.NewService(nlm.ServiceConfig{StateDir: os.Getenv(childDir), Restore: true})}
 	cfg.Port, _ = strconv.Atoi(port)
 	cfg.Quick(nil)
 	c := nlm.New(cfg)
@@ -95,9 +96,9 @@ func lockUntilKilled(port string) error {
 	return nil
 }
 
-// runChild runs a process that kills itself at a step. It returns the number of requests that
-// succeeded before. exited means that the process had fewer steps.
-func (k *keptFile) runChild(step int) (done int, exited bool) {
+// runChild runs a process that kills itself at a step, with the state directory dir. It returns the
+// number of requests that succeeded before. exited means that the process had fewer steps.
+func (k *keptFile) runChild(step int, dir string) (done int, exited bool) {
 	k.t.Helper()
 	k.close()
 	r, w, err := os.Pipe()
@@ -105,7 +106,7 @@ func (k *keptFile) runChild(step int) (done int, exited bool) {
 	defer r.Close()
 	c := exec.Command("/proc/self/exe")
 	port := strconv.Itoa(k.s.l.Addr().(*net.TCPAddr).Port)
-	c.Env = append(os.Environ(), childPort+"="+port, childStep+"="+strconv.Itoa(step))
+	c.Env = append(os.Environ(), childPort+"="+port, childDir+"="+dir, childStep+"="+strconv.Itoa(step))
 	c.ExtraFiles = []*os.File{k.d, w}
 	c.Stderr = os.Stderr
 	err = c.Start()
@@ -153,22 +154,33 @@ func serverModes(t *testing.T, other *nlm.Client) string {
 }
 
 // TestLocksSurviveKill kills a process at each change of the records of its locks. The next process
-// restores the locks of before or after the request in progress, and the server has the same.
+// restores the locks of before or after the request in progress, and the server has the same. If the
+// State is lost, the next process releases all locks.
 func TestLocksSurviveKill(t *testing.T) {
 	kit.Long(t)
 	s := startLockServer(t)
 	other := s.client(nil)
 	for step := 1; ; step++ {
+		dir := t.TempDir()
+		newKeptFile(t, s, nlm.StateTables()).runChild(step, dir)
+		lost := nlm.NewService(nlm.ServiceConfig{StateDir: dir})
+		kit.Eventually(t, "release", func() bool { return len(ownersIn(t, dir)) == 0 })
+		lost.Close()
+		if n := s.locks(); n != 0 {
+			t.Fatalf("step %d: %d locks at the server after the State is lost, want none", step, n)
+		}
 		k := newKeptFile(t, s, nlm.StateTables())
-		done, exited := k.runChild(step)
+		done, exited := k.runChild(step, dir)
 		if exited {
 			if step < 4*len(killOps) || done != len(killOps) {
 				t.Errorf("got %d steps, %d requests", step-1, done)
 			}
 			return
 		}
-		c := k.client(nil)
+		service := nlm.NewService(nlm.ServiceConfig{StateDir: dir, Restore: true})
+		c := k.client(func(cfg *nlm.Config) { cfg.Service = service })
 		c.WaitRestored()
+		service.Restored()
 		before, after, got := killOps[len(killOps)-1].modes, killOps[done].modes, modes(c)
 		if done > 0 {
 			before = killOps[done-1].modes
@@ -184,6 +196,10 @@ func TestLocksSurviveKill(t *testing.T) {
 		}
 		release(t, c, alice)
 		k.wantRecords(0, 0)
-		c.Detach()
+		c.Close()
+		service.Close()
+		if n := len(ownersIn(t, dir)); n != 0 {
+			t.Fatalf("step %d: %d files left", step, n)
+		}
 	}
 }

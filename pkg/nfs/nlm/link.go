@@ -14,6 +14,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc/rpctcp"
 )
@@ -80,7 +81,7 @@ func newLink(cfg *Config, lost func(error)) *link {
 // call makes one call and decodes its results with parse. It retries until ctx ends, and returns a
 // *NoServiceError when the server has no NLM. When ctx ends while the call is in flight, call
 // returns a channel that is closed when the call has ended.
-func (l *link) call(ctx context.Context, proc Proc, cred, args []byte,
+func (l *link) call(ctx context.Context, proc nlmwire.Proc, cred, args []byte,
 	parse func([]byte) error) (late <-chan struct{}, err error) {
 	pause := pace.Backoff{Min: l.times.minBackoff, Max: l.times.maxBackoff}
 	var missing time.Time // since when the service is known to be missing
@@ -123,7 +124,7 @@ func sleep(ctx context.Context, d time.Duration) bool {
 	}
 }
 
-func (l *link) try(ctx context.Context, proc Proc, cred, args []byte,
+func (l *link) try(ctx context.Context, proc nlmwire.Proc, cred, args []byte,
 	parse func([]byte) error) (late <-chan struct{}, err error) {
 	conn, err := l.get(ctx)
 	if err != nil {
@@ -145,7 +146,7 @@ func (l *link) try(ctx context.Context, proc Proc, cred, args []byte,
 
 // startExchange is exchange, but when ctx ends, the exchange goes on. startExchange then returns a
 // channel that is closed at the end of the exchange.
-func (l *link) startExchange(ctx context.Context, conn *rpctcp.Client, proc Proc,
+func (l *link) startExchange(ctx context.Context, conn *rpctcp.Client, proc nlmwire.Proc,
 	cred, args []byte) (_ []byte, late <-chan struct{}, _ error) {
 	ended := make(chan struct{})
 	var results []byte
@@ -165,10 +166,11 @@ func (l *link) startExchange(ctx context.Context, conn *rpctcp.Client, proc Proc
 }
 
 // exchange makes one call on conn.
-func (l *link) exchange(ctx context.Context, conn *rpctcp.Client, proc Proc, cred, args []byte) ([]byte, error) {
+func (l *link) exchange(ctx context.Context, conn *rpctcp.Client, proc nlmwire.Proc,
+	cred, args []byte) ([]byte, error) {
 	ctx, cancel := running.WithTimeout(ctx, l.times.reply)
 	defer cancel()
-	m := sunrpc.Message{Prog: Program, Vers: Version, Proc: uint32(proc), Cred: cred, Args: args}
+	m := sunrpc.Message{Prog: nlmwire.Program, Vers: nlmwire.Version, Proc: uint32(proc), Cred: cred, Args: args}
 	err := conn.Call(ctx, &m)
 	return m.Result, err
 }
@@ -314,7 +316,8 @@ func (l *link) openMount(ctx context.Context) (*rpctcp.Client, error) {
 
 // openMapped asks the port mapper for the port.
 func (l *link) openMapped(ctx context.Context) (*rpctcp.Client, error) {
-	port, err := mountd.GetPort(ctx, mountd.Args{Host: l.cfg.Host, Timeout: l.times.connect}, Program, Version)
+	port, err := mountd.GetPort(ctx, mountd.Args{Host: l.cfg.Host, Timeout: l.times.connect}, nlmwire.Program,
+		nlmwire.Version)
 	if err == nil {
 		return l.open(ctx, port)
 	}
@@ -337,8 +340,8 @@ func (l *link) open(ctx context.Context, port int) (*rpctcp.Client, error) {
 		}
 		return nil, err
 	}
-	conn := rpctcp.New(tcp, rpctcp.Options{MaxRecord: MaxMessage, WriteTimeout: l.times.reply})
-	if _, err = l.exchange(ctx, conn, ProcNull, sunrpc.AppendAuthNone(nil), nil); err == nil {
+	conn := rpctcp.New(tcp, rpctcp.Options{MaxRecord: nlmwire.MaxMessage, WriteTimeout: l.times.reply})
+	if _, err = l.exchange(ctx, conn, nlmwire.ProcNull, sunrpc.AppendAuthNone(nil), nil); err == nil {
 		return conn, nil
 	}
 	conn.Close()
@@ -354,7 +357,7 @@ func (l *link) open(ctx context.Context, port int) (*rpctcp.Client, error) {
 func CheckServer(ctx context.Context, cfg Config) error {
 	l := newLink(&cfg, nil)
 	defer l.close()
-	_, err := l.try(ctx, ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
+	_, err := l.try(ctx, nlmwire.ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
 	return err
 }
 

@@ -10,6 +10,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -27,8 +28,9 @@ func (c *Client) Lock(ctx context.Context, cred []byte, fh nfs3.FH, l Lock, wait
 	defer c.putFile(f)
 	req := &request{f: f, o: o, cred: cred, l: l, wait: wait, waiter: newWaiter(&l)}
 	if wait {
-		req.pending = c.addPending(f, o, &l)
-		defer c.removePending(req.pending)
+		req.called = make(chan struct{}, 1)
+		c.setPending(req, true)
+		defer c.setPending(req, false)
 	}
 	err := c.lockLoop(ctx, req)
 	f.waiters.leave(req.waiter, err == nil)
@@ -40,19 +42,19 @@ func (c *Client) Lock(ctx context.Context, cred []byte, fh nfs3.FH, l Lock, wait
 
 // A request is one call of Lock.
 type request struct {
-	f       *file
-	o       *owner
-	cred    []byte
-	l       Lock
-	wait    bool
-	pending *pending // with wait
-	waiter  *waiter
-	in      *intent
+	f      *file
+	o      *owner
+	cred   []byte
+	l      Lock
+	wait   bool
+	called chan struct{} // with wait: GRANTED came; capacity 1
+	waiter *waiter
+	in     *intent
 	// sent means that the server may have the lock or a blocked request for it although Lock did
 	// not get it
 	sent bool
-	// polled and called say what preceded the present attempt
-	polled, called bool
+	// afterPoll and afterCall say what preceded the present attempt
+	afterPoll, afterCall bool
 }
 
 func (c *Client) lockLoop(ctx context.Context, req *request) error {
@@ -114,10 +116,7 @@ func (r *retry) grace() bool { return !r.local && !r.blocked }
 
 // pause waits until another attempt makes sense. The error is EINTR.
 func (c *Client) pause(ctx context.Context, req *request, r *retry, delay time.Duration) error {
-	var called, released chan struct{}
-	if req.pending != nil {
-		called = req.pending.wake
-	}
+	var released chan struct{}
 	if r.local {
 		released = req.waiter.wake
 	} else {
@@ -129,12 +128,12 @@ func (c *Client) pause(ctx context.Context, req *request, r *retry, delay time.D
 		defer t.Stop()
 		timer = t.C
 	}
-	req.called, req.polled = false, false
+	req.afterCall, req.afterPoll = false, false
 	select {
-	case <-called:
-		req.called = true
+	case <-req.called:
+		req.afterCall = true
 	case <-timer:
-		req.polled = r.blocked
+		req.afterPoll = r.blocked
 	case <-released:
 	case <-ctx.Done():
 		return syscall.EINTR
@@ -171,10 +170,12 @@ func (c *Client) lockOnce(ctx context.Context, req *request) (*retry, error) {
 		return nil, syscall.ENOLCK
 	}
 	defer c.locks.Release(uid) // set counts the lock
-	if err := c.record(req); err != nil {
-		return nil, err
+	if req.in == nil {
+		var err error
+		if req.in, err = c.begin(f, req.o, req.cred, &req.l, rangeLock, req.wait); err != nil {
+			return nil, err
+		}
 	}
-	c.remember(f, req.l.Owner, req.o, req.cred)
 	req.sent = true
 	stat, err := c.callLock(ctx, req.f, req.o, req.cred, &req.l, req.wait, false)
 	if err != nil {
@@ -185,44 +186,33 @@ func (c *Client) lockOnce(ctx context.Context, req *request) (*retry, error) {
 		return nil, err
 	}
 	switch stat {
-	case Granted:
+	case nlmwire.Granted:
 		req.sent = false
 		if err := c.set(f, req.l, req.cred, req.in); err != nil {
 			return nil, err
 		}
 		c.countGrant(req)
 		return nil, nil
-	case Blocked:
+	case nlmwire.Blocked:
 		if req.wait {
 			return &retry{blocked: true}, nil
 		}
-	case DeniedGracePeriod:
+	case nlmwire.DeniedGracePeriod:
 		return &retry{delay: c.times.grace}, nil
-	case Denied:
+	case nlmwire.Denied:
 		if req.wait { // the server does not queue requests
 			return &retry{blocked: true}, nil
 		}
 		c.Counters.Denied.Add(1)
 	}
 	c.refused(req)
-	return nil, stat.errno()
-}
-
-// record records the request before an attempt, and reserves the room for its result. The caller
-// has the turn.
-func (c *Client) record(req *request) error {
-	if req.in != nil {
-		return c.recordError(c.cfg.State.reserve(req.in, req.f.spare(req.l.Owner, req.l.Start, req.l.End)))
-	}
-	in, err := c.begin(req.f, req.o, req.cred, &req.l, rangeLock, req.wait)
-	req.in = in
-	return err
+	return nil, stat.Errno()
 }
 
 // refused ends a request that the server does not have. The caller has the turn.
 func (c *Client) refused(req *request) {
 	req.sent = false
-	c.withdraw(req.f, req.l.Owner, req.in)
+	c.cfg.State.withdraw(req.in)
 	req.in = nil
 }
 
@@ -235,9 +225,9 @@ func (c *Client) countNoService(err error) {
 func (c *Client) countGrant(req *request) {
 	c.Counters.Granted.Add(1)
 	switch {
-	case req.called:
+	case req.afterCall:
 		c.Counters.Callbacks.Add(1)
-	case req.polled:
+	case req.afterPoll:
 		c.Counters.Polls.Add(1)
 	}
 }
@@ -275,14 +265,18 @@ func (c *Client) settleLater(req *request, delay time.Duration) {
 // trySettle makes one attempt of settle when place has the turn. It reports whether the request is
 // settled.
 func (c *Client) trySettle(req *request, place *place) bool {
-	f := req.f
 	if place.wait(c.ctx) != nil {
 		return false
 	}
-	defer f.release()
-	l := req.l
+	defer req.f.release()
+	return c.settleNow(req)
+}
+
+// settleNow is trySettle for a caller that has the turn.
+func (c *Client) settleNow(req *request) bool {
+	f, l := req.f, req.l
 	if req.wait {
-		_, _ = c.callServer(c.ctx, f, ProcCancel, req.cred, c.args(f, req.o, &l, true))
+		_, _ = c.callServer(c.ctx, f, nlmwire.ProcCancel, req.cred, c.args(f, req.o, &l, true))
 	}
 	err := c.restore(c.ctx, f, req.o, req.cred, &l, func(part Lock) error {
 		c.relock(f, req.o, part)
@@ -291,7 +285,7 @@ func (c *Client) trySettle(req *request, place *place) bool {
 	if err != nil || c.ctx.Err() != nil {
 		return false
 	}
-	c.withdraw(f, l.Owner, req.in)
+	c.cfg.State.withdraw(req.in)
 	return true
 }
 
@@ -373,9 +367,9 @@ func (c *Client) Unlock(ctx context.Context, cred []byte, fh nfs3.FH, id Owner, 
 		return c.result(ctx, err)
 	}
 	defer f.release()
-	if err == nil && stat == DeniedNoLocks { // it would split a lock of the server
-		c.withdraw(f, id, in)
-		return stat.errno()
+	if err == nil && stat == nlmwire.DeniedNoLocks { // it would split a lock of the server
+		c.cfg.State.withdraw(in)
+		return stat.Errno()
 	}
 	return c.clear(f, id, start, end, in) // what the server does not unlock, it does not have
 }
@@ -386,7 +380,7 @@ func (c *Client) unlockLater(f *file, o *owner, cred []byte, id Owner, start, en
 		return
 	}
 	// Record it now: the process may end before the turn comes.
-	in, _ := c.cfg.State.begin(keyOf(f, id), o, cred, rangeRecord{kind: rangeUnlock, start: start, end: end}, 1)
+	in, _ := c.cfg.State.begin(keyOf(f, id), o, cred, rangeRecord{kind: rangeUnlock, start: start, end: end})
 	place := f.turn.queue() // a later LOCK must not come first
 	c.work.Go(func() {
 		defer c.putFile(f)
@@ -422,15 +416,15 @@ func (c *Client) unlockCall(ctx context.Context, f *file, o *owner, cred []byte,
 
 // unlockStat sends UNLOCK, again during a grace period. The caller has the turn.
 func (c *Client) unlockStat(ctx context.Context, f *file, o *owner, cred []byte, id Owner, start,
-	end uint64) (Stat, error) {
+	end uint64) (nlmwire.Stat, error) {
 	args := c.args(f, o, &Lock{Start: start, End: end, Owner: id}, false)
 	for {
-		stat, err := c.callServer(ctx, f, ProcUnlock, cred, args)
+		stat, err := c.callServer(ctx, f, nlmwire.ProcUnlock, cred, args)
 		if err != nil {
 			return stat, err
 		}
-		if stat != DeniedGracePeriod {
-			if stat != Granted {
+		if stat != nlmwire.DeniedGracePeriod {
+			if stat != nlmwire.Granted {
 				c.limits.unlock.Log(c.log.Warn, "unlock failed", "server", c.cfg.Host, "status", stat)
 			}
 			return stat, nil
@@ -513,21 +507,21 @@ func (c *Client) Test(ctx context.Context, cred []byte, fh nfs3.FH, l Lock) (hol
 			f.release()
 			return *conflict, true, nil
 		}
-		var res Res
-		err := c.call(ctx, f, ProcTest, cred, c.args(f, o, &l, false), &res)
+		var res nlmwire.Res
+		err := c.call(ctx, f, nlmwire.ProcTest, cred, c.args(f, o, &l, false), &res)
 		f.release()
 		switch {
 		case err != nil:
 			c.countNoService(err)
 			return Lock{}, false, c.result(ctx, err)
-		case res.Stat == Denied:
+		case res.Stat == nlmwire.Denied:
 			h := Lock{Exclusive: res.Holder.Exclusive}
-			h.Start, h.End = rangeOf(res.Holder.Offset, res.Holder.Length)
+			h.Start, h.End = res.Holder.Range()
 			return h, true, nil
-		case res.Stat == Granted:
+		case res.Stat == nlmwire.Granted:
 			return Lock{}, false, nil
-		case res.Stat != DeniedGracePeriod:
-			return Lock{}, false, res.Stat.errno()
+		case res.Stat != nlmwire.DeniedGracePeriod:
+			return Lock{}, false, res.Stat.Errno()
 		}
 		if !sleep(ctx, c.times.grace) {
 			return Lock{}, false, c.result(ctx, syscall.EINTR)
@@ -568,26 +562,28 @@ func (c *Client) result(ctx context.Context, err error) error {
 	return err
 }
 
-func (c *Client) args(f *file, o *owner, l *Lock, block bool) *Args {
-	a := &Args{Cookie: binary.BigEndian.AppendUint64(nil, c.cookie.Add(1)), Block: block, Exclusive: l.Exclusive,
-		State: c.cfg.Service.state(), Region: Region{Caller: c.cfg.Caller, FH: f.fh.Bytes(), OH: o.oh, SVID: o.svid}}
+func (c *Client) args(f *file, o *owner, l *Lock, block bool) *nlmwire.Args {
+	a := &nlmwire.Args{Cookie: binary.BigEndian.AppendUint64(nil, c.cookie.Add(1)), Block: block,
+		Exclusive: l.Exclusive, State: c.cfg.Service.state().nsmState,
+		Region: nlmwire.Region{Caller: c.cfg.Caller, FH: f.fh.Bytes(), OH: o.oh, SVID: o.svid}}
 	a.Region.SetRange(l.Start, l.End)
 	return a
 }
 
 func (c *Client) callLock(ctx context.Context, f *file, o *owner, cred []byte, l *Lock, block,
-	reclaim bool) (Stat, error) {
+	reclaim bool) (nlmwire.Stat, error) {
 	c.cfg.Service.monitor(ctx, c) // before the arguments, which have the state number
 	// For a queued request the server would call another lock service of this host, which would
 	// refuse the lock. The server would then release the lock, although a poll may just have got
 	// it.
-	a := c.args(f, o, l, block && !c.cfg.Service.foreign())
+	a := c.args(f, o, l, block && !c.cfg.Service.state().foreign)
 	a.Reclaim = reclaim
-	return c.callServer(ctx, f, ProcLock, cred, a)
+	return c.callServer(ctx, f, nlmwire.ProcLock, cred, a)
 }
 
-func (c *Client) callServer(ctx context.Context, f *file, proc Proc, cred []byte, a *Args) (Stat, error) {
-	var res Res
+func (c *Client) callServer(ctx context.Context, f *file, proc nlmwire.Proc, cred []byte,
+	a *nlmwire.Args) (nlmwire.Stat, error) {
+	var res nlmwire.Res
 	err := c.call(ctx, f, proc, cred, a, &res)
 	return res.Stat, err
 }
@@ -598,7 +594,8 @@ func (c *Client) callServer(ctx context.Context, f *file, proc Proc, cred []byte
 // The server may execute a call after its caller has returned EINTR, and it may execute the calls
 // of one connection in any order. So the next call about the file first waits for the end of this
 // one.
-func (c *Client) call(ctx context.Context, f *file, proc Proc, cred []byte, a *Args, res *Res) error {
+func (c *Client) call(ctx context.Context, f *file, proc nlmwire.Proc, cred []byte, a *nlmwire.Args,
+	res *nlmwire.Res) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	stop := context.AfterFunc(c.ctx, cancel)
@@ -611,8 +608,8 @@ func (c *Client) call(ctx context.Context, f *file, proc Proc, cred []byte, a *A
 		}
 	}
 	var err error
-	f.late, err = c.link.call(ctx, proc, cred, AppendArgs(nil, proc, a),
-		func(b []byte) error { return ParseRes(proc, b, res) })
+	f.late, err = c.link.call(ctx, proc, cred, nlmwire.AppendArgs(nil, proc, a),
+		func(b []byte) error { return nlmwire.ParseRes(proc, b, res) })
 	switch {
 	case err == nil:
 		c.logged.Store(false)

@@ -3,13 +3,11 @@ package nlm
 import (
 	"context"
 	"errors"
-	"net"
-	"strconv"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
-	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc/rpctcp"
 )
 
 // A notice of a restart is one datagram, and its sender may be forged. So the client asks the status
@@ -31,7 +29,7 @@ type serverState struct {
 // restarted since a lock was set. Only run calls it.
 func (c *Client) learnState() {
 	losses, state := c.link.losses(), c.knownState()
-	if !c.cfg.Service.active() || losses != c.reclaimed || c.link.current() == nil ||
+	if !c.cfg.Service.state().callbacks || losses != c.reclaimed || c.link.current() == nil ||
 		state.known && state.losses == losses {
 		return
 	}
@@ -41,7 +39,7 @@ func (c *Client) learnState() {
 		return
 	}
 	// The end of the connection would mean that the server has perhaps restarted before it replied.
-	_, _ = c.link.call(c.ctx, ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
+	_, _ = c.link.call(c.ctx, nlmwire.ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
 	if c.link.losses() == losses {
 		c.mu.Lock()
 		c.mu.state = serverState{known: true, number: number, losses: losses}
@@ -74,24 +72,18 @@ func (c *Client) askState() (number uint32, err error) {
 	ctx, cancel := context.WithTimeout(c.ctx, remoteTimeout)
 	defer cancel()
 	port, err := mountd.GetPort(ctx, mountd.Args{Host: c.cfg.Host, PortmapPort: c.mapper, Timeout: remoteTimeout},
-		nsmProgram, nsmVersion)
+		nlmwire.NSMProgram, nlmwire.NSMVersion)
 	if err != nil {
 		return 0, err
 	}
-	// SM_STAT needs no reserved source port, of which there are few.
-	tcp, err := resvport.DialAny(ctx, net.JoinHostPort(c.cfg.Host, strconv.Itoa(port)))
+	// SM_STAT needs no reserved source port, of which there are few. The monitor replies only for a
+	// host whose name it can resolve.
+	results, err := callOnce(ctx, resvport.DialAny, c.cfg.Host, port, &sunrpc.Message{Prog: nlmwire.NSMProgram,
+		Vers: nlmwire.NSMVersion, Proc: nlmwire.NSMStat, Args: nlmwire.AppendNSMStat(nil, loopback)})
 	if err != nil {
 		return 0, err
 	}
-	conn := rpctcp.New(tcp, rpctcp.Options{MaxRecord: MaxMessage, WriteTimeout: remoteTimeout})
-	defer conn.Close()
-	// The monitor replies only for a host whose name it can resolve.
-	m := sunrpc.Message{Prog: nsmProgram, Vers: nsmVersion, Proc: nsmStat, Cred: sunrpc.AppendAuthNone(nil),
-		Args: appendStat(nil, loopback)}
-	if err := conn.Call(ctx, &m); err != nil {
-		return 0, err
-	}
-	ok, number, err := parseMonRes(m.Result)
+	ok, number, err := nlmwire.ParseMonRes(results)
 	if err == nil && (!ok || number%2 == 0) { // a number is odd while its host is up (XNFS chapter 11)
 		err = errNoState
 	}

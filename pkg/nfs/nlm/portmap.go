@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/resvport"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc/rpctcp"
 )
@@ -34,17 +35,21 @@ const (
 func localCall(ctx context.Context, port int, prog, vers, proc uint32, args []byte) ([]byte, error) {
 	ctx, cancel := context.WithTimeout(ctx, localTimeout)
 	defer cancel()
-	tcp, err := resvport.Dial(ctx, net.JoinHostPort(loopback, strconv.Itoa(port)))
+	return callOnce(ctx, resvport.Dial, loopback, port, &sunrpc.Message{Prog: prog, Vers: vers, Proc: proc, Args: args})
+}
+
+// callOnce makes one call over a new connection.
+func callOnce(ctx context.Context, dial func(context.Context, string) (net.Conn, error), host string, port int,
+	m *sunrpc.Message) ([]byte, error) {
+	tcp, err := dial(ctx, net.JoinHostPort(host, strconv.Itoa(port)))
 	if err != nil {
 		return nil, err
 	}
-	conn := rpctcp.New(tcp, rpctcp.Options{MaxRecord: MaxMessage, WriteTimeout: localTimeout})
+	conn := rpctcp.New(tcp, rpctcp.Options{MaxRecord: nlmwire.MaxMessage, WriteTimeout: remoteTimeout})
 	defer conn.Close()
-	m := sunrpc.Message{Prog: prog, Vers: vers, Proc: proc, Cred: sunrpc.AppendAuthNone(nil), Args: args}
-	if err := conn.Call(ctx, &m); err != nil {
-		return nil, err
-	}
-	return m.Result, nil
+	m.Cred = sunrpc.AppendAuthNone(nil)
+	err = conn.Call(ctx, m)
+	return m.Result, err
 }
 
 // A mapping is one registration at the port mapper.

@@ -1,74 +1,71 @@
 package nlm
 
 import (
-	"encoding/binary"
+	"errors"
+	"strings"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// Sizes of the records of a State in bytes.
-const (
-	maxCred = 8 + sunrpc.MaxAuthBody // flavor, length and body
-
-	clientBytes = 8 + 2 + maxName
-	ownerBytes  = 4 + 8 + 1 + 1 + 2 + nfs3.FHSize + maxCred
-	rangeBytes  = 4*8 + 2*4 + 3
-)
-
-var order = binary.NativeEndian
+// maxCred is the maximum size of a credential in bytes: flavor, length and body.
+const maxCred = 8 + sunrpc.MaxAuthBody
 
 // A clientRecord is the identity of a client at the server.
 type clientRecord struct {
 	instance [8]byte
-	caller   string
+	caller   [nlmwire.MaxName]byte // padded with NUL
 }
 
-func (r *clientRecord) encode() []byte {
-	b := append(make([]byte, 0, clientBytes), r.instance[:]...)
-	b = order.AppendUint16(b, uint16(len(r.caller)))
-	return append(b, r.caller...)[:clientBytes]
-}
-
-func decodeClient(b []byte) (r clientRecord, ok bool) {
-	copy(r.instance[:], b)
-	n := int(order.Uint16(b[8:]))
-	if n > maxName {
-		return r, false
+func newClient(instance [8]byte, caller string) (*clientRecord, error) {
+	r := &clientRecord{instance: instance}
+	if copy(r.caller[:], caller) < len(caller) {
+		return nil, errors.New("name of this host is too long")
 	}
-	r.caller = string(b[10:][:n])
-	return r, true
+	return r, nil
+}
+
+// text returns a string of a record.
+func text(b []byte) string {
+	s, _, _ := strings.Cut(string(b), "\x00")
+	return s
 }
 
 // An ownerRecord is an owner of a file. Its owner handle is the instance of the client and svid.
 type ownerRecord struct {
-	fh   nfs3.FH
-	id   Owner
-	svid uint32
-	cred []byte
+	id      uint64
+	svid    uint32
+	kind    OwnerKind
+	fhLen   uint8
+	credLen uint16
+	fh      [nfs3.FHSize]byte
+	cred    [maxCred]byte
 }
 
-func (r *ownerRecord) encode() []byte {
-	fh := r.fh.Bytes()
-	b := order.AppendUint32(make([]byte, 0, ownerBytes), r.svid)
-	b = order.AppendUint64(b, r.id.ID)
-	b = append(b, byte(r.id.Kind), byte(len(fh)))
-	b = order.AppendUint16(b, uint16(len(r.cred)))
-	b = append(b, fh...)
-	return append(b, r.cred...)[:ownerBytes]
+func newOwnerRecord(key lockKey, svid uint32) ownerRecord {
+	r := ownerRecord{id: key.id.ID, svid: svid, kind: key.id.Kind}
+	r.fhLen = uint8(copy(r.fh[:], key.fh.Bytes()))
+	return r
 }
 
-func decodeOwner(b []byte) (r ownerRecord, ok bool) {
-	r.svid, r.id.ID = order.Uint32(b), order.Uint64(b[4:])
-	r.id.Kind = OwnerKind(b[12])
-	n, creds := int(b[13]), int(order.Uint16(b[14:]))
-	if r.id.Kind != Posix && r.id.Kind != Flock || n > nfs3.FHSize || creds > maxCred || r.svid>>30 != minSVID>>30 {
-		return ownerRecord{}, false
-	}
-	r.cred = append([]byte(nil), b[16+n:][:creds]...)
-	r.fh, ok = validFH(b[16:][:n])
-	return r, ok
+func (r *ownerRecord) valid() bool {
+	return (r.kind == Posix || r.kind == Flock) && r.fhLen > 0 && int(r.fhLen) <= len(r.fh) && r.credLen <= maxCred &&
+		r.svid>>30 == minSVID>>30
+}
+
+// key returns the owner and the file of a valid record.
+func (r *ownerRecord) key() lockKey {
+	fh, _ := nfs3.NewFH(r.fh[:r.fhLen])
+	return lockKey{fh, Owner{r.kind, r.id}}
+}
+
+func (r *ownerRecord) credential() []byte { return r.cred[:r.credLen] }
+
+func (r *ownerRecord) setCredential(cred []byte) {
+	r.cred = [maxCred]byte{}
+	r.credLen = uint16(copy(r.cred[:], cred))
 }
 
 // A rangeKind says what a record of a range means.
@@ -88,50 +85,40 @@ func (k rangeKind) intent() bool { return k == rangeLock || k == rangeUnlock }
 type rangeRecord struct {
 	seq        uint64 // orders the records of an owner: a later one replaces others in its range
 	start, end uint64
-	open       uint64        // number of the open file
-	owner      slotfile.Slot // in the table of owners
+	open       uint64       // number of the open file
+	owner      slotfile.Ref // in the table of owners
 	pid        uint32
 	kind       rangeKind
-	exclusive  bool
-	wait       bool // rangeLock: the server may have queued the request
+	exclusive  uint8 // 0 or 1
+	wait       uint8 // 1: rangeLock that the server may have queued
+	_          [5]byte
 }
 
 func newRange(kind rangeKind, l *Lock) rangeRecord {
-	return rangeRecord{kind: kind, start: l.Start, end: l.End, exclusive: l.Exclusive, pid: l.PID,
+	return rangeRecord{kind: kind, start: l.Start, end: l.End, exclusive: asByte(l.Exclusive), pid: l.PID,
 		open: l.Open}
 }
 
-func (r *rangeRecord) lock(id Owner) Lock {
-	return Lock{Start: r.start, End: r.end, Exclusive: r.exclusive, Owner: id, PID: r.pid, Open: r.open}
-}
-
-func (r *rangeRecord) overlaps(o *rangeRecord) bool { return r.start <= o.end && o.start <= r.end }
-
-// same reports whether two records mean the same.
-func (r *rangeRecord) same(o *rangeRecord) bool {
-	return r.start == o.start && r.end == o.end && r.pid == o.pid && r.open == o.open && r.kind == o.kind &&
-		r.exclusive == o.exclusive
-}
-
-func (r *rangeRecord) encode() []byte {
-	b := order.AppendUint64(make([]byte, 0, rangeBytes), r.seq)
-	b = order.AppendUint64(order.AppendUint64(order.AppendUint64(b, r.start), r.end), r.open)
-	b = order.AppendUint32(order.AppendUint32(b, uint32(r.owner)), r.pid)
-	return append(b, byte(r.kind), asByte(r.exclusive), asByte(r.wait))
-}
-
-func asByte(v bool) byte {
+func asByte(v bool) uint8 {
 	if v {
 		return 1
 	}
 	return 0
 }
 
-func decodeRange(b []byte) (r rangeRecord, ok bool) {
-	r.seq, r.start, r.end = order.Uint64(b), order.Uint64(b[8:]), order.Uint64(b[16:])
-	r.open, r.owner, r.pid = order.Uint64(b[24:]), slotfile.Slot(order.Uint32(b[32:])), order.Uint32(b[36:])
-	r.kind, r.exclusive, r.wait = rangeKind(b[40]), b[41] == 1, b[42] == 1
-	ok = r.seq < 1<<63 && r.kind >= rangeHeld && r.kind <= rangeUnlock && r.start <= r.end && r.end <= maxOffset &&
-		b[41] <= 1 && b[42] <= 1
-	return r, ok
+func (r *rangeRecord) lock(id Owner) Lock {
+	return Lock{Start: r.start, End: r.end, Exclusive: r.exclusive == 1, Owner: id, PID: r.pid, Open: r.open}
+}
+
+func (r *rangeRecord) overlaps(o *rangeRecord) bool { return r.start <= o.end && o.start <= r.end }
+
+// same reports whether two records mean the same.
+func (r rangeRecord) same(o rangeRecord) bool {
+	r.seq, r.owner, r.wait = o.seq, o.owner, o.wait
+	return r == o
+}
+
+func (r *rangeRecord) valid() bool {
+	return r.seq < 1<<63 && r.kind >= rangeHeld && r.kind <= rangeUnlock && r.start <= r.end && r.end <= maxOffset &&
+		r.exclusive <= 1 && r.wait <= 1
 }

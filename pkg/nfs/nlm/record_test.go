@@ -3,82 +3,57 @@ package nlm
 import (
 	"bytes"
 	"cmp"
-	"fmt"
 	"math/rand/v2"
-	"reflect"
 	"slices"
-	"strings"
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-func createState(t *testing.T, specs []slotfile.TableSpec) *State {
+// createState returns a State that calls changed, if it is not nil, after each change of a record.
+func createState(t *testing.T, specs []slotfile.TableSpec, changed func()) *State {
 	t.Helper()
 	f, err := slotfile.Create("nlm", 1, specs)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	t.Cleanup(func() { f.Close() })
+	f.OnChange(changed)
 	s := NewState(f)
-	if _, err := s.identity(new([8]byte), "test"); err != nil {
-		t.Fatal(err)
-	}
+	_, err = s.identity(&clientRecord{})
+	kit.Must(t, err)
 	return s
 }
 
-func TestRecordsKeepAllFields(t *testing.T) {
-	fh, _ := nfs3.NewFH(bytes.Repeat([]byte{0xfe}, nfs3.FHSize))
-	client := clientRecord{[8]byte{1, 2, 3, 4, 5, 6, 7, 8}, strings.Repeat("h", maxName)}
-	if got, ok := decodeClient(client.encode()); !ok || got != client {
-		t.Errorf("client: got %+v, %v", got, ok)
-	}
-	o := ownerRecord{fh: fh, id: Owner{Flock, 1<<64 - 1}, svid: 1<<31 - 1, cred: bytes.Repeat([]byte{7}, maxCred)}
-	if got, ok := decodeOwner(o.encode()); !ok || !reflect.DeepEqual(got, o) {
-		t.Errorf("owner: got %+v, %v", got, ok)
-	}
-	r := rangeRecord{seq: 1 << 60, start: 5, end: maxOffset, owner: 9, pid: 1<<32 - 1, kind: rangeUnlock,
-		exclusive: true, wait: true}
-	if got, ok := decodeRange(r.encode()); !ok || got != r {
-		t.Errorf("range: got %+v, %v", got, ok)
-	}
-}
-
-// TestInvalidRecordsAreIgnored loads records that no State writes.
+// TestInvalidRecordsAreIgnored loads records that no State writes, and one of the maximum size.
 func TestInvalidRecordsAreIgnored(t *testing.T) {
-	s := createState(t, StateTables())
-	fh, _ := nfs3.NewFH([]byte("file"))
-	valid := ownerRecord{fh: fh, id: Owner{Posix, 1}, svid: minSVID + 1, cred: sunrpc.AppendAuthNone(nil)}
-	held := rangeRecord{seq: 1, end: 9, kind: rangeHeld}
-	put := func(table *slotfile.Table, b []byte) slotfile.Slot {
-		slot, err := table.Alloc()
-		if err != nil {
-			t.Fatal(err)
-		}
-		table.Put(slot, b)
-		return slot
-	}
-	held.owner = put(s.owners, valid.encode())
-	put(s.ranges, held.encode())
+	s := createState(t, StateTables(), nil)
+	fh, _ := nfs3.NewFH(bytes.Repeat([]byte{0xfe}, nfs3.FHSize))
+	key, cred := lockKey{fh, Owner{Posix, 1}}, bytes.Repeat([]byte{7}, maxCred)
+	valid := newOwnerRecord(key, minSVID+1)
+	valid.setCredential(cred)
+	owner, err := s.owners.Add(&valid, 0)
+	kit.Must(t, err)
+	held := rangeRecord{seq: 1, end: 9, kind: rangeHeld, owner: owner}
+	_, err = s.ranges.Add(&held, 0)
+	kit.Must(t, err)
 	want := 0
 	for _, change := range []func(*ownerRecord){
 		func(*ownerRecord) {}, // the owner and the file exist
-		func(r *ownerRecord) { r.id.ID = 2 },
-		func(r *ownerRecord) { r.id, r.svid = Owner{3, 1}, minSVID+3 },
-		func(r *ownerRecord) { r.id, r.svid = Owner{Posix, 4}, 4 },
-		func(r *ownerRecord) { r.id, r.svid, r.fh = Owner{Posix, 5}, minSVID+5, nfs3.FH{} },
+		func(r *ownerRecord) { r.id = 2 },
+		func(r *ownerRecord) { r.kind, r.svid = 3, minSVID+3 },
+		func(r *ownerRecord) { r.id, r.svid = 4, 4 },
+		func(r *ownerRecord) { r.id, r.svid, r.fhLen = 5, minSVID+5, 0 },
+		func(r *ownerRecord) { r.id, r.svid, r.fhLen = 6, minSVID+6, nfs3.FHSize+1 },
+		func(r *ownerRecord) { r.id, r.svid, r.credLen = 7, minSVID+7, maxCred+1 },
 	} {
 		r := valid
 		change(&r)
-		put(s.owners, r.encode())
+		_, err := s.owners.Add(&r, 0)
+		kit.Must(t, err)
 		want++
 	}
-	long := valid.encode()
-	order.PutUint16(long[14:], maxCred+1)
-	put(s.owners, long)
-	want++
 	for _, change := range []func(*rangeRecord){
 		func(r *rangeRecord) { r.owner = 1000 },
 		func(r *rangeRecord) { r.kind = 0 },
@@ -86,15 +61,20 @@ func TestInvalidRecordsAreIgnored(t *testing.T) {
 		func(r *rangeRecord) { r.start = 10 },
 		func(r *rangeRecord) { r.end = maxOffset + 1 },
 		func(r *rangeRecord) { r.seq = 1<<64 - 1 },
+		func(r *rangeRecord) { r.exclusive = 2 },
 	} {
 		r := held
 		change(&r)
-		put(s.ranges, r.encode())
+		_, err := s.ranges.Add(&r, 0)
+		kit.Must(t, err)
 		want++
 	}
 	kept, invalid, err := s.load()
 	if err != nil || invalid != want || len(kept) != 1 || len(kept[0].rows) != 1 || kept[0].rows[0].rec != held {
-		t.Errorf("got %d holders, %d invalid records, error %v; want 1, %d", len(kept), invalid, err, want)
+		t.Fatalf("got %d holders, %d invalid records, error %v; want 1, %d", len(kept), invalid, err, want)
+	}
+	if k := kept[0]; k.key != key || !bytes.Equal(k.h.rec.credential(), cred) {
+		t.Errorf("got %+v, want %+v with the credential %x", k, key, cred)
 	}
 	if s.owners.Len() != 1 || s.ranges.Len() != 1 {
 		t.Errorf("records left: got %d, %d; want 1, 1", s.owners.Len(), s.ranges.Len())
@@ -107,7 +87,7 @@ const stepSpan = 24
 type stepModel [stepSpan]uint8
 
 func (m *stepModel) paint(r *rangeRecord) {
-	v := uint8(r.kind)*2 + asByte(r.exclusive)
+	v := uint8(r.kind)*2 + r.exclusive
 	if r.kind == rangeUnlock {
 		v = 0
 	}
@@ -119,10 +99,11 @@ func (m *stepModel) paint(r *rangeRecord) {
 // recorded returns what the next process would restore.
 func recorded(s *State) (m stepModel) {
 	var all []rangeRecord
-	_ = s.ranges.Each(func(_ slotfile.Slot, b []byte) {
-		if r, ok := decodeRange(b); ok && r.kind != rangeLock {
-			all = append(all, r)
+	_ = s.ranges.All(func(_ slotfile.Ref, r *rangeRecord) error {
+		if r.kind != rangeLock {
+			all = append(all, *r)
 		}
+		return nil
 	})
 	slices.SortFunc(all, func(a, b rangeRecord) int { return cmp.Compare(a.seq, b.seq) })
 	for i := range all {
@@ -131,68 +112,98 @@ func recorded(s *State) (m stepModel) {
 	return m
 }
 
+// A recorder has the tables of a file, whose owner records its locks in a State.
+type recorder struct {
+	*State
+	t    *testing.T
+	f    file
+	id   Owner
+	o    owner
+	cred []byte
+}
+
+func newRecorder(t *testing.T, specs []slotfile.TableSpec, changed func()) *recorder {
+	fh, _ := nfs3.NewFH([]byte("file"))
+	return &recorder{createState(t, specs, changed), t, file{fh: fh}, Owner{Posix, 1}, owner{svid: minSVID + 1},
+		sunrpc.AppendAuthNone(nil)}
+}
+
+func (r *recorder) begin(rec rangeRecord) *intent {
+	in, err := r.State.begin(keyOf(&r.f, r.id), &r.o, r.cred, rec)
+	kit.Must(r.t, err)
+	return in
+}
+
+// apply records a change of the tables.
+func (r *recorder) apply(start, end uint64, in *intent) error {
+	_, err := r.State.apply(&r.f, &r.o, &tableChange{id: r.id, start: start, end: end, cred: r.cred, in: in})
+	return err
+}
+
+// lock sets a lock of the owner.
+func (r *recorder) lock(start, end uint64) {
+	l := Lock{Start: start, End: end, Exclusive: true, Owner: r.id}
+	in := r.begin(newRange(rangeLock, &l))
+	r.f.locks.Set(l)
+	kit.Must(r.t, r.apply(start, end, in))
+}
+
 // TestEachStepKeepsLocks checks the records after each store of random changes: outside the range
 // of a change they are those of before, and in its range those of before or after the change.
 func TestEachStepKeepsLocks(t *testing.T) {
-	s := createState(t, StateTables())
-	id := Owner{Posix, 1}
-	fh, _ := nfs3.NewFH([]byte("file"))
-	f, o := &file{fh: fh}, &owner{svid: minSVID + 1}
 	rnd := rand.New(rand.NewPCG(1, 1))
 	var before, after stepModel
 	var op rangeRecord
 	steps := 0
-	s.step = func() {
+	var s *recorder
+	s = newRecorder(t, StateTables(), func() {
 		steps++
-		got := recorded(s)
+		if s == nil {
+			return
+		}
+		got := recorded(s.State)
 		for i, v := range got {
 			if v != before[i] && v != after[i] {
 				t.Fatalf("%+v: got %v, want\n%v or\n%v", op, got, before, after)
 			}
 		}
-	}
+	})
 	for range 2000 {
 		start := rnd.Uint64N(stepSpan)
-		op = rangeRecord{start: start, end: min(stepSpan-1, start+rnd.Uint64N(12)), exclusive: rnd.IntN(2) == 0,
+		op = rangeRecord{start: start, end: min(stepSpan-1, start+rnd.Uint64N(12)), exclusive: uint8(rnd.IntN(2)),
 			kind: []rangeKind{rangeLock, rangeLock, rangeUnlock, rangeLost, rangeLock}[rnd.IntN(5)]}
 		withdraw := rnd.IntN(8) == 0 && op.kind == rangeLock
-		l := op.lock(id)
-		done := op
+		if op.kind == rangeLost {
+			op.exclusive = 0
+		}
+		l, done := op.lock(s.id), op
 		if op.kind == rangeLock {
 			done.kind = rangeHeld
-		}
-		if op.kind == rangeLost {
-			op.exclusive, done.exclusive, l.Exclusive = false, false, false
 		}
 		if after = before; !withdraw {
 			after.paint(&done)
 		}
-		change := &stateChange{f: f, id: id, o: o, start: l.Start, end: l.End, cred: sunrpc.AppendAuthNone(nil)}
+		var in *intent
 		if op.kind.intent() {
-			var err error
-			if change.in, err = s.begin(keyOf(f, id), o, change.cred, op, f.spare(id, l.Start, l.End)); err != nil {
-				t.Fatal(err)
-			}
+			in = s.begin(op)
 		}
 		if withdraw {
-			s.withdraw(change.in)
+			s.withdraw(in)
 		} else {
-			f.locks.Clear(id, l.Start, l.End)
-			f.lost.Clear(id, l.Start, l.End)
+			s.f.locks.Clear(s.id, l.Start, l.End)
+			s.f.lost.Clear(s.id, l.Start, l.End)
 			switch op.kind {
 			case rangeLock:
-				f.locks.Set(l)
+				s.f.locks.Set(l)
 			case rangeLost:
-				f.lost.Set(l)
+				s.f.lost.Set(l)
 			}
-			if _, err := s.apply(change); err != nil {
-				t.Fatal(err)
-			}
+			kit.Must(t, s.apply(l.Start, l.End, in))
 		}
-		if before = recorded(s); before != after {
+		if before = recorded(s.State); before != after {
 			t.Fatalf("after %+v: got %v, want %v", op, before, after)
 		}
-		if n, want := s.ranges.Len(), f.locks.Len()+f.lost.Len(); n != want {
+		if n, want := s.ranges.Len(), s.f.locks.Len()+s.f.lost.Len(); n != want {
 			t.Fatalf("after %+v: got %d records, want %d", op, n, want)
 		}
 	}
@@ -205,34 +216,20 @@ func TestEachStepKeepsLocks(t *testing.T) {
 func TestFailedAllocationKeepsRanges(t *testing.T) {
 	specs := StateTables()
 	specs[2].MaxSlots = 2
-	s := createState(t, specs)
-	fh, _ := nfs3.NewFH([]byte("file"))
-	f, o, id := &file{fh: fh}, &owner{svid: minSVID + 1}, Owner{Posix, 1}
-	key, cred := keyOf(f, id), sunrpc.AppendAuthNone(nil)
-	l := Lock{Start: 0, End: 20, Exclusive: true, Owner: id}
-	in, err := s.begin(key, o, cred, newRange(rangeLock, &l), 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	f.locks.Set(l)
-	if _, err := s.apply(&stateChange{f: f, id: id, o: o, end: 20, cred: cred, in: in}); err != nil {
-		t.Fatal(err)
-	}
-	f.locks.Clear(id, 10, 12)
-	f.lost.Set(Lock{Start: 10, End: 12, Owner: id})
-	if _, err := s.apply(&stateChange{f: f, id: id, o: o, start: 10, end: 12}); err == nil {
+	s := newRecorder(t, specs, nil)
+	s.lock(0, 20)
+	s.f.locks.Clear(s.id, 10, 12)
+	s.f.lost.Set(Lock{Start: 10, End: 12, Owner: s.id})
+	if s.apply(10, 12, nil) == nil {
 		t.Error("got no error")
 	}
-	got := recorded(s)
-	for i, v := range got[:21] {
-		if v == 0 {
-			t.Fatalf("byte %d is not recorded: %s", i, fmt.Sprint(got))
-		}
+	got := recorded(s.State)
+	if slices.Contains(got[:21], 0) {
+		t.Fatalf("a byte is not recorded: %v", got)
 	}
-	f.lost.Clear(id, 10, 12) // the owner unlocks everything
-	f.locks.Clear(id, 0, 20)
-	_, err = s.apply(&stateChange{f: f, id: id, o: o, end: 20})
-	if err != nil || s.ranges.Len() != 0 || s.owners.Len() != 0 {
+	s.f.lost.Clear(s.id, 10, 12) // the owner unlocks everything
+	s.f.locks.Clear(s.id, 0, 20)
+	if err := s.apply(0, 20, nil); err != nil || s.ranges.Len() != 0 || s.owners.Len() != 0 {
 		t.Errorf("got error %v, %d ranges, %d owners; want none", err, s.ranges.Len(), s.owners.Len())
 	}
 }
@@ -240,30 +237,12 @@ func TestFailedAllocationKeepsRanges(t *testing.T) {
 // TestLockAfterUnlockIntentIsRecorded locks a range that the owner has, while another request of
 // the owner to unlock it waits.
 func TestLockAfterUnlockIntentIsRecorded(t *testing.T) {
-	s := createState(t, StateTables())
-	fh, _ := nfs3.NewFH([]byte("file"))
-	f, o, id := &file{fh: fh}, &owner{svid: minSVID + 1}, Owner{Posix, 1}
-	key, cred := keyOf(f, id), sunrpc.AppendAuthNone(nil)
-	l := Lock{Start: 0, End: 9, Owner: id}
-	begin := func(kind rangeKind) *intent {
-		in, err := s.begin(key, o, cred, newRange(kind, &l), 0)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return in
-	}
-	lock := func() {
-		in := begin(rangeLock)
-		f.locks.Set(l)
-		if _, err := s.apply(&stateChange{f: f, id: id, o: o, end: 9, cred: cred, in: in}); err != nil {
-			t.Fatal(err)
-		}
-	}
-	lock()
-	want := recorded(s)
-	begin(rangeUnlock)
-	lock()
-	if got := recorded(s); got != want {
+	s := newRecorder(t, StateTables(), nil)
+	s.lock(0, 9)
+	want := recorded(s.State)
+	s.begin(rangeRecord{kind: rangeUnlock, end: 9})
+	s.lock(0, 9)
+	if got := recorded(s.State); got != want {
 		t.Errorf("got %v, want %v", got, want)
 	}
 }
@@ -272,20 +251,14 @@ func TestLockAfterUnlockIntentIsRecorded(t *testing.T) {
 // range are compared. The table is that of the changes.
 func TestChangeComparesNearRecords(t *testing.T) {
 	const n = 4096
-	s := createState(t, StateTables())
-	fh, _ := nfs3.NewFH([]byte("file"))
-	f, o, id := &file{fh: fh}, &owner{svid: minSVID + 1}, Owner{Posix, 1}
+	s := newRecorder(t, StateTables(), nil)
 	for i := range uint64(n) {
-		f.locks.Set(Lock{Start: 4 * i, End: 4*i + 1, Exclusive: true, Owner: id})
-		c := &stateChange{f: f, id: id, o: o, start: 4 * i, end: 4*i + 1, cred: sunrpc.AppendAuthNone(nil)}
-		if _, err := s.apply(c); err != nil {
-			t.Fatal(err)
-		}
-		if got := len(rangesOf(f, id, c.start, c.end)); got != 1 {
+		s.lock(4*i, 4*i+1)
+		if got := len(rangesOf(&s.f, s.id, 4*i, 4*i+1)); got != 1 {
 			t.Fatalf("lock %d: got %d ranges to compare, want 1", i, got)
 		}
 	}
-	rows := s.holders[keyOf(f, id)].rows
+	rows := s.holders[keyOf(&s.f, s.id)].rows
 	inOrder := func(a, b row) int { return cmp.Compare(a.rec.start, b.rec.start) }
 	if len(rows) != n || !slices.IsSortedFunc(rows, inOrder) {
 		t.Errorf("got %d rows, want %d in order", len(rows), n)

@@ -3,6 +3,7 @@ package nlm
 import (
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -67,7 +68,7 @@ func (c *Client) run() {
 			c.learnState()
 		case <-keepAlive.C:
 			if c.Counters.Held.Load() > 0 {
-				_, _ = c.link.call(c.ctx, ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
+				_, _ = c.link.call(c.ctx, nlmwire.ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
 				c.learnState()
 			}
 		}
@@ -79,7 +80,7 @@ func (c *Client) recover(r restart) {
 	if r.certain {
 		// A notice is late or forged if the connection, or the status monitor of the server, shows
 		// that the server has not restarted since the locks were set or reclaimed.
-		_, _ = c.link.call(c.ctx, ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
+		_, _ = c.link.call(c.ctx, nlmwire.ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
 		r.certain = c.link.losses() != c.reclaimed && c.hasRestarted()
 	}
 	c.reclaimAll(r, nil)
@@ -95,8 +96,8 @@ func (c *Client) reclaimAll(r restart, turns map[*file]*interrupted) {
 		f.users++
 		files = append(files, f)
 	}
-	for p := range c.mu.pending {
-		p.poke()
+	for req := range c.mu.pending {
+		req.poke()
 	}
 	c.mu.Unlock()
 	held := c.Counters.Held.Load()
@@ -134,19 +135,19 @@ const maxReclaims = 100
 func (c *Client) reclaim(f *file, o *owner, l Lock, certain bool) bool {
 	for try := 1; ; try++ {
 		stat, err := c.callLock(c.ctx, f, o, f.creds[l.Owner], &l, false, true)
-		if err == nil && stat == Granted {
+		if err == nil && stat == nlmwire.Granted {
 			c.Counters.Reclaimed.Add(1)
 			return true
 		}
-		if err == nil && !certain && (stat == DeniedGracePeriod || stat == Denied) {
+		if err == nil && !certain && (stat == nlmwire.DeniedGracePeriod || stat == nlmwire.Denied) {
 			// A server without a grace period refuses every reclaim. If it has not restarted, or if
 			// no other client has the lock, it grants the lock without reclaim.
 			stat, err = c.callLock(c.ctx, f, o, f.creds[l.Owner], &l, false, false)
-			if err == nil && stat == Granted {
+			if err == nil && stat == nlmwire.Granted {
 				return false
 			}
 			// The grace period began between the calls.
-			if err == nil && stat == DeniedGracePeriod && try < maxReclaims && sleep(c.ctx, c.times.grace) {
+			if err == nil && stat == nlmwire.DeniedGracePeriod && try < maxReclaims && sleep(c.ctx, c.times.grace) {
 				continue
 			}
 		}
@@ -161,16 +162,16 @@ func (c *Client) reclaim(f *file, o *owner, l Lock, certain bool) bool {
 // it. The caller has the turn.
 func (c *Client) relock(f *file, o *owner, l Lock) {
 	stat, err := c.callLock(c.ctx, f, o, f.creds[l.Owner], &l, false, false)
-	for err == nil && stat == DeniedGracePeriod && sleep(c.ctx, c.times.grace) {
+	for err == nil && stat == nlmwire.DeniedGracePeriod && sleep(c.ctx, c.times.grace) {
 		stat, err = c.callLock(c.ctx, f, o, f.creds[l.Owner], &l, false, false)
 	}
-	if (err != nil || stat != Granted) && c.ctx.Err() == nil {
+	if (err != nil || stat != nlmwire.Granted) && c.ctx.Err() == nil {
 		c.lose(f, l, stat, err)
 	}
 }
 
 // lose records that the server no longer has a lock. The caller has the turn.
-func (c *Client) lose(f *file, l Lock, stat Stat, err error) {
+func (c *Client) lose(f *file, l Lock, stat nlmwire.Stat, err error) {
 	if c.change(f, &tableChange{id: l.Owner, start: l.Start, end: l.End, releases: true, do: func() {
 		f.locks.Clear(l.Owner, l.Start, l.End)
 		f.lost.Set(l)

@@ -1,6 +1,7 @@
 package nlm
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"slices"
@@ -13,29 +14,28 @@ import (
 // taken until they are settled.
 type interrupted struct {
 	f        *file
-	requests []*keptRequest
-	stale    []*journalEntry // owners that are in the journal only
-}
-
-// A keptRequest is a LOCK or UNLOCK that an earlier process may have sent.
-type keptRequest struct {
-	in   *intent
-	o    *owner
-	cred []byte
-	l    Lock
+	requests []*request
 }
 
 // restoreState restores what an earlier process recorded. It precedes all requests.
 func (c *Client) restoreState() {
+	if c.cfg.State == nil {
+		c.cfg.State = c.cfg.Service.newState()
+	}
 	s := c.cfg.State
 	if s == nil {
 		return
 	}
-	var err error
-	if c.cfg.Caller, err = s.identity(&c.instance, c.cfg.Caller); err != nil {
+	r, err := newClient(c.instance, c.cfg.Caller)
+	if err == nil {
+		r, err = s.identity(r)
+	}
+	if err != nil {
 		c.log.Error("locks fail with ENOLCK: cannot record the identity of this client", "error", err)
 		return
 	}
+	c.instance, c.cfg.Caller = r.instance, text(r.caller[:])
+	s.copy = c.cfg.Service.claimOwners(&c.cfg, r)
 	kept, invalid, err := s.load()
 	if err != nil || invalid > 0 {
 		c.log.Error("some locks are not restored: records are not valid", "server", c.cfg.Host, "records", invalid,
@@ -44,11 +44,8 @@ func (c *Client) restoreState() {
 	for _, k := range kept {
 		c.restoreHolder(k)
 	}
-	c.restoreJournal()
-	if len(kept) > 0 || len(c.interrupted) > 0 {
-		if len(kept) > 0 {
-			c.link.expect()
-		}
+	if len(kept) > 0 {
+		c.link.expect()
 		c.restored = true
 		c.restoring.Add(1)
 		c.log.Info("locks restored", "server", c.cfg.Host, "locks", c.Counters.Held.Load(),
@@ -58,15 +55,15 @@ func (c *Client) restoreState() {
 
 // restoreHolder restores the locks and the requests of one owner of a file.
 func (c *Client) restoreHolder(k *keptHolder) {
-	id, rec := k.key.id, &k.h.rec
+	id, svid, cred := k.key.id, k.h.rec.svid, bytes.Clone(k.h.rec.credential())
 	if c.mu.owners[id] == nil {
-		c.mu.svids[rec.svid] = struct{}{}
-		c.mu.owners[id] = c.newOwner(rec.svid)
+		c.mu.svids[svid] = struct{}{}
+		c.mu.owners[id] = c.newOwner(svid)
 	}
 	o, f := c.getOwner(id), c.getFile(k.key.fh)
 	defer c.putOwner(id)
 	defer c.putFile(f)
-	_ = c.change(f, &tableChange{id: id, end: maxOffset, cred: rec.cred, all: true, do: func() {
+	_ = c.change(f, &tableChange{id: id, end: maxOffset, cred: cred, all: true, do: func() {
 		for _, r := range k.rows {
 			switch l := r.rec.lock(id); r.rec.kind {
 			case rangeHeld:
@@ -82,7 +79,7 @@ func (c *Client) restoreHolder(k *keptHolder) {
 		}
 	}})
 	if f.has(id) {
-		f.creds[id] = rec.cred
+		f.creds[id] = cred
 	}
 	for _, l := range slices.Concat(f.locks.Owned(id, 0, maxOffset), f.lost.Owned(id, 0, maxOffset)) {
 		c.kept[openKey{f.fh, l.Open}] = struct{}{}
@@ -94,11 +91,10 @@ func (c *Client) restoreHolder(k *keptHolder) {
 		if r.rec.kind.intent() {
 			c.getOwner(id)
 			x := c.interrupt(f)
-			x.requests = append(x.requests, &keptRequest{in: &intent{key: k.key, h: k.h, row: r}, o: o,
-				cred: rec.cred, l: r.rec.lock(id)})
+			x.requests = append(x.requests, &request{f: x.f, o: o, cred: cred, l: r.rec.lock(id),
+				wait: r.rec.wait == 1, in: &intent{key: k.key, h: k.h, row: r}})
 		}
 	}
-	c.cfg.Service.journalOf().add(c.journalEntryOf(f, o, rec.cred))
 }
 
 // interrupt takes the turn of a file until its requests are settled.
@@ -110,23 +106,6 @@ func (c *Client) interrupt(f *file) *interrupted {
 		c.interrupted[f] = x
 	}
 	return x
-}
-
-// restoreJournal takes the entries of the journal that belong to this client. The server may still
-// have locks of owners that the State does not have anymore.
-func (c *Client) restoreJournal() {
-	j := c.cfg.Service.journalOf()
-	for _, e := range j.claim(c.cfg.Host, c.instance[:]) {
-		fh, ok := validFH(e.FH)
-		if !ok {
-			j.remove(e.key())
-			continue
-		}
-		f := c.getFile(fh)
-		x := c.interrupt(f)
-		x.stale = append(x.stale, e)
-		c.putFile(f)
-	}
 }
 
 // finishRestore reclaims the restored locks as after a lost connection, and then settles the
@@ -149,30 +128,13 @@ func (c *Client) finishRestore() {
 
 // settleKept makes the state of the server that of the tables for requests of an earlier process.
 func (c *Client) settleKept(x *interrupted) {
-	f := x.f
-	defer c.putFile(f)
-	defer f.release()
-	for _, e := range x.stale {
-		o := &owner{svid: e.SVID, oh: e.OH}
-		if c.unlockCall(c.ctx, f, o, e.Cred, Owner{}, 0, maxOffset) == nil && !c.detached.Load() {
-			c.cfg.Service.journalOf().remove(e.key())
+	defer c.putFile(x.f)
+	defer x.f.release()
+	for _, req := range x.requests {
+		if !c.settleNow(req) {
+			c.settleLater(req, c.times.settle)
 		}
-	}
-	for _, r := range x.requests {
-		if r.in.row.rec.kind == rangeLock && r.in.row.rec.wait {
-			_, _ = c.callServer(c.ctx, f, ProcCancel, r.cred, c.args(f, r.o, &r.l, true))
-		}
-		err := c.restore(c.ctx, f, r.o, r.cred, &r.l, func(part Lock) error {
-			c.relock(f, r.o, part)
-			return nil
-		})
-		if err == nil && c.ctx.Err() == nil {
-			c.withdraw(f, r.l.Owner, r.in)
-		} else {
-			c.settleLater(&request{f: f, o: r.o, cred: r.cred, l: r.l, wait: r.in.row.rec.wait, in: r.in},
-				c.times.settle)
-		}
-		c.putOwner(r.l.Owner)
+		c.putOwner(req.l.Owner)
 	}
 }
 
@@ -222,29 +184,19 @@ func (c *Client) ReleaseStale(isOpen func(fh nfs3.FH, open uint64) bool) {
 // of the process would. Calls in progress return EINTR. The next client with the State has the
 // locks. Detach replaces Close. Afterwards the file of the State may be closed.
 func (c *Client) Detach() {
-	c.mu.Lock()
-	closed := c.mu.closed
-	c.mu.closed = true
-	c.mu.Unlock()
-	if closed {
+	if c.isClosed() {
 		return
 	}
 	c.cfg.State.end()
-	c.detached.Store(true)
-	c.cancel()
-	c.work.Wait()
-	if c.cfg.Service != nil {
-		c.cfg.Service.leave(c)
-	}
-	c.link.close()
+	c.end(func(s *Service, c *Client) { s.leave(c) })
 }
 
 // begin records a request that is about to be sent. The error is ENOLCK when there is no room for
 // the record, or EINTR after Detach.
 func (c *Client) begin(f *file, o *owner, cred []byte, l *Lock, kind rangeKind, wait bool) (*intent, error) {
 	rec := newRange(kind, l)
-	rec.wait = wait
-	in, err := c.cfg.State.begin(keyOf(f, l.Owner), o, cred, rec, f.spare(l.Owner, l.Start, l.End))
+	rec.wait = asByte(wait)
+	in, err := c.cfg.State.begin(keyOf(f, l.Owner), o, cred, rec)
 	return in, c.recordError(err)
 }
 
@@ -262,26 +214,12 @@ func (c *Client) recordError(err error) error {
 	return syscall.ENOLCK
 }
 
-// withdraw forgets a request that left no lock at the server. The caller has the turn.
-func (c *Client) withdraw(f *file, id Owner, in *intent) {
-	if c.cfg.State.withdraw(in) {
-		c.forget(f, id)
-	}
-}
-
-// spare returns the number of additional records that a change of a range may need.
-func (f *file) spare(id Owner, start, end uint64) int {
-	if f.locks.Splits(id, start, end) || f.lost.Splits(id, start, end) {
-		return 1
-	}
-	return 0
-}
-
 // unlockIntent records an UNLOCK. Without room for the record, UNLOCK is sent nevertheless if it
 // only removes records: an earlier lock is better restored than kept forever.
 func (c *Client) unlockIntent(f *file, o *owner, cred []byte, l *Lock) (*intent, error) {
 	in, err := c.begin(f, o, cred, l, rangeUnlock, false)
-	if err == syscall.ENOLCK && f.spare(l.Owner, l.Start, l.End) == 0 {
+	splits := f.locks.Splits(l.Owner, l.Start, l.End) || f.lost.Splits(l.Owner, l.Start, l.End)
+	if err == syscall.ENOLCK && !splits {
 		return nil, nil
 	}
 	return in, err

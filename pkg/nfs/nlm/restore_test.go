@@ -4,8 +4,8 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"maps"
 	"os"
-	"path/filepath"
 	"slices"
 	"syscall"
 	"testing"
@@ -14,6 +14,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
@@ -115,14 +116,14 @@ func TestLocksSurviveRestart(t *testing.T) {
 	want, _ := c.Table(fh)
 	svid, oh := c.Identity(alice)
 	k.wantRecords(2, 5)
-	unlocks := s.count(nlm.ProcUnlock)
+	unlocks := s.count(nlmwire.ProcUnlock)
 	c = k.restart(c, func(cfg *nlm.Config) { cfg.Caller = "renamed" })
 	wantTable(t, c, want...)
 	c.WaitRestored()
 	wantTable(t, c, want...)
 	k.wantRecords(2, 5)
-	if n := s.locks(); n != 5 || s.count(nlm.ProcUnlock) != unlocks {
-		t.Errorf("server: got %d locks, %d calls of UNLOCK; want 5, %d", n, s.count(nlm.ProcUnlock), unlocks)
+	if n := s.locks(); n != 5 || s.count(nlmwire.ProcUnlock) != unlocks {
+		t.Errorf("server: got %d locks, %d calls of UNLOCK; want 5, %d", n, s.count(nlmwire.ProcUnlock), unlocks)
 	}
 	if gotSVID, gotOH := c.Identity(alice); gotSVID != svid || !bytes.Equal(gotOH, oh) {
 		t.Errorf("identity of alice: got %d %x, want %d %x", gotSVID, gotOH, svid, oh)
@@ -193,16 +194,16 @@ func TestLostLockSurvivesRestart(t *testing.T) {
 }
 
 // interrupt detaches a client whose request the server has executed.
-func (k *keptFile) interrupt(c *nlm.Client, proc nlm.Proc, request func(context.Context) error) {
+func (k *keptFile) interrupt(c *nlm.Client, proc nlmwire.Proc, request func(context.Context) error) {
 	k.t.Helper()
 	executed, proceed := k.s.hold(proc, true)
 	result := make(chan error, 1)
 	go func() { result <- request(context.Background()) }()
 	<-executed
-	calls := k.s.count(nlm.ProcUnlock) + k.s.count(nlm.ProcCancel)
+	calls := k.s.count(nlmwire.ProcUnlock) + k.s.count(nlmwire.ProcCancel)
 	c.Detach()
 	wantResult(k.t, result, syscall.EINTR)
-	if n := k.s.count(nlm.ProcUnlock) + k.s.count(nlm.ProcCancel); n != calls {
+	if n := k.s.count(nlmwire.ProcUnlock) + k.s.count(nlmwire.ProcCancel); n != calls {
 		k.t.Errorf("Detach: got %d calls, want none", n-calls)
 	}
 	proceed()
@@ -217,7 +218,7 @@ func TestInterruptedLockIsSettled(t *testing.T) {
 		k := newKeptFile(t, s, nlm.StateTables())
 		c := k.client(nil)
 		mustLock(t, c, shared(alice, 0, 4))
-		k.interrupt(c, nlm.ProcLock, func(ctx context.Context) error {
+		k.interrupt(c, nlmwire.ProcLock, func(ctx context.Context) error {
 			return c.Lock(ctx, cred, fh, exclusive(alice, 0, 9), wait)
 		})
 		k.wantRecords(1, 2)
@@ -228,7 +229,7 @@ func TestInterruptedLockIsSettled(t *testing.T) {
 		other := s.client(nil)
 		mustLock(t, other, shared(bob, 0, 4))
 		mustLock(t, other, exclusive(bob, 5, 9))
-		if n := s.count(nlm.ProcCancel); (n == 1) != wait {
+		if n := s.count(nlmwire.ProcCancel); (n == 1) != wait {
 			t.Errorf("wait %v: got %d calls of CANCEL", wait, n)
 		}
 	}
@@ -240,7 +241,7 @@ func TestInterruptedLockIsRepeated(t *testing.T) {
 	k := newKeptFile(t, s, nlm.StateTables())
 	c := k.client(nil)
 	lock := func(ctx context.Context) error { return c.Lock(ctx, cred, fh, exclusive(alice, 0, 9), true) }
-	k.interrupt(c, nlm.ProcLock, lock)
+	k.interrupt(c, nlmwire.ProcLock, lock)
 	c = k.restart(c, nil)
 	kit.Must(t, lock(t.Context()))
 	c.WaitRestored()
@@ -256,7 +257,7 @@ func TestInterruptedChangeKeepsRest(t *testing.T) {
 	k := newKeptFile(t, s, nlm.StateTables())
 	c := k.client(nil)
 	mustLock(t, c, exclusive(alice, 0, 30))
-	k.interrupt(c, nlm.ProcUnlock, func(ctx context.Context) error {
+	k.interrupt(c, nlmwire.ProcUnlock, func(ctx context.Context) error {
 		return c.Unlock(ctx, cred, fh, alice, 10, 20)
 	})
 	other := s.client(nil)
@@ -267,7 +268,7 @@ func TestInterruptedChangeKeepsRest(t *testing.T) {
 	mustUnlock(t, c, alice, 10, 20) // repeated
 	k.wantRecords(1, 2)
 
-	k.interrupt(c, nlm.ProcLock, func(ctx context.Context) error {
+	k.interrupt(c, nlmwire.ProcLock, func(ctx context.Context) error {
 		return c.Lock(ctx, cred, fh, shared(alice, 25, 26), false)
 	})
 	mustLock(t, other, shared(bob, 26, 26))
@@ -327,19 +328,19 @@ func TestReleaseStale(t *testing.T) {
 func TestFullStateIsENOLCK(t *testing.T) {
 	s := startLockServer(t)
 	specs := nlm.StateTables()
-	specs[2].MaxSlots = 4
+	specs[2].MaxSlots = 5 // a request needs two
 	k := newKeptFile(t, s, specs)
 	c := k.client(nil)
 	for i := range uint64(4) {
 		mustLock(t, c, exclusive(alice, 100*i, 100*i+50))
 	}
-	locks := s.count(nlm.ProcLock)
+	locks := s.count(nlmwire.ProcLock)
 	wantLock(t, c, exclusive(alice, 1000, 1000), syscall.ENOLCK)
 	if err := c.Unlock(t.Context(), cred, fh, alice, 10, 20); err != syscall.ENOLCK {
 		t.Errorf("unlock the middle: got error %v, want %v", err, syscall.ENOLCK)
 	}
-	if n := s.count(nlm.ProcLock); n != locks || s.count(nlm.ProcUnlock) != 0 {
-		t.Errorf("calls: got %d of LOCK, %d of UNLOCK; want none", n-locks, s.count(nlm.ProcUnlock))
+	if n := s.count(nlmwire.ProcLock); n != locks || s.count(nlmwire.ProcUnlock) != 0 {
+		t.Errorf("calls: got %d of LOCK, %d of UNLOCK; want none", n-locks, s.count(nlmwire.ProcUnlock))
 	}
 	mustUnlock(t, c, alice, 0, 20)
 	mustUnlock(t, c, alice, 100, 150)
@@ -384,14 +385,14 @@ func TestUnsettledRequestKeepsIdentity(t *testing.T) {
 		bubble(t, func(t *testing.T, s *lockServer) {
 			k := newKeptFile(t, s, nlm.StateTables())
 			c := k.client(nil)
-			executed, proceed := s.hold(nlm.ProcLock, true)
+			executed, proceed := s.hold(nlmwire.ProcLock, true)
 			result, cancel := goLock(t, c, exclusive(alice, 0, 9), false)
 			<-executed
 			if restart {
 				c.Detach()
 			}
 			s.setAnswer(func(c *call) reply {
-				if c.proc == nlm.ProcNull {
+				if c.proc == nlmwire.ProcNull {
 					return pass
 				}
 				return c.accepted(sunrpc.ProgUnavail)
@@ -428,12 +429,7 @@ func TestUnlockOfLostLockReachesServer(t *testing.T) {
 		k := newKeptFile(t, s, nlm.StateTables())
 		c := k.client(nil)
 		mustLock(t, c, exclusive(alice, 0, 9))
-		s.setAnswer(func(c *call) reply {
-			if c.proc != nlm.ProcLock {
-				return pass
-			}
-			return c.stat(nlm.DeniedNoLocks)
-		})
+		s.answerStat(nlmwire.ProcLock, nlmwire.DeniedNoLocks)
 		c.Restarted("test")
 		kit.Eventually(t, "lost lock", func() bool { return c.Lost(fh, alice.ID) })
 		s.setAnswer(nil)
@@ -449,9 +445,9 @@ func TestUnlockOfLostLockReachesServer(t *testing.T) {
 	}
 }
 
-// TestJournalKeepsRestoredLocks restarts a daemon with two mounts, of which one is not restored,
-// while an UNLOCK of the other one is in flight.
-func TestJournalKeepsRestoredLocks(t *testing.T) {
+// TestOtherLocksOfKilledDaemonAreReleased restarts a daemon with two mounts, of which one is not
+// restored, while an UNLOCK of the other one is in flight.
+func TestOtherLocksOfKilledDaemonAreReleased(t *testing.T) {
 	s := startLockServer(t)
 	dir := t.TempDir()
 	k := newKeptFile(t, s, nlm.StateTables())
@@ -462,14 +458,14 @@ func TestJournalKeepsRestoredLocks(t *testing.T) {
 	mustLock(t, gone, exclusive(bob, 500, 509))
 	mustLock(t, c, exclusive(alice, 0, 9))
 	mustLock(t, c, exclusive(bob, 20, 29))
-	before := journalOf(t, dir)
-	k.interrupt(c, nlm.ProcUnlock, func(ctx context.Context) error {
+	before := ownersIn(t, dir)
+	k.interrupt(c, nlmwire.ProcUnlock, func(ctx context.Context) error {
 		return c.Unlock(ctx, cred, fh, bob, 0, whole)
 	})
 	gone.Detach()
 	service.Close()
-	if after := journalOf(t, dir); !bytes.Equal(after, before) {
-		t.Errorf("journal: got\n%s\nwant\n%s", after, before)
+	if after := ownersIn(t, dir); !maps.Equal(after, before) || len(after) != 2 {
+		t.Errorf("owners: got\n%q\nwant\n%q", after, before)
 	}
 
 	service = nlm.NewService(nlm.ServiceConfig{StateDir: dir, Restore: true})
@@ -480,44 +476,33 @@ func TestJournalKeepsRestoredLocks(t *testing.T) {
 		t.Errorf("locks before Restored: got %d, want 2", n)
 	}
 	service.Restored()
-	kit.Eventually(t, "release", func() bool { return s.locks() == 1 })
+	kit.Eventually(t, "release", func() bool { return len(ownersIn(t, dir)) == 1 })
 	wantLock(t, s.client(nil), shared(bob, 0, 0), syscall.EAGAIN)
+	if n := s.locks(); n != 1 {
+		t.Errorf("locks after Restored: got %d, want 1", n)
+	}
 	release(t, c, alice)
-	kit.Eventually(t, "three released owners in the journal", func() bool {
-		return bytes.Count(journalOf(t, dir), []byte(released)) == 3
-	})
-	c.Detach()
+	c.Close()
 	service.Close()
-	if _, err := os.Stat(filepath.Join(dir, "held-locks")); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("journal: got error %v, want %v", err, os.ErrNotExist)
+	if n := len(ownersIn(t, dir)); n != 0 {
+		t.Errorf("files after Close: got %d, want none", n)
 	}
 }
 
-// TestOwnerOfJournalOnlyIsReleased has a journal with an owner of the restored client that the
-// State does not have. The client itself releases it: the program may lock the file again at any
-// time.
-func TestOwnerOfJournalOnlyIsReleased(t *testing.T) {
+// TestGivenUpMountIsReleased ends a client that restores locks, as a forced unmount does before the
+// server answers. The state directory is another one.
+func TestGivenUpMountIsReleased(t *testing.T) {
 	s := startLockServer(t)
-	dir := t.TempDir()
 	k := newKeptFile(t, s, nlm.StateTables())
-	service := nlm.NewService(nlm.ServiceConfig{StateDir: dir})
+	service := nlm.NewService(nlm.ServiceConfig{StateDir: t.TempDir(), Restore: true})
 	use := func(cfg *nlm.Config) { cfg.Service = service }
 	c := k.client(use)
 	mustLock(t, c, exclusive(alice, 0, 9))
-	held := journalOf(t, dir)
-	mustUnlock(t, c, alice, 0, 9)
 	c.Detach()
 	service.Close()
-	kit.Must(t, os.WriteFile(filepath.Join(dir, "held-locks"), held, 0o600))
-	service = nlm.NewService(nlm.ServiceConfig{StateDir: dir, Restore: true})
+	service = nlm.NewService(nlm.ServiceConfig{StateDir: t.TempDir(), Restore: true})
 	t.Cleanup(service.Close)
-	unlocks := s.count(nlm.ProcUnlock)
-	c = k.restart(c, use)
-	c.WaitRestored()
-	if n := s.count(nlm.ProcUnlock) - unlocks; n != 1 {
-		t.Errorf("calls of UNLOCK: got %d, want 1", n)
-	}
-	if b := journalOf(t, dir); !bytes.Contains(b, []byte(released)) {
-		t.Errorf("journal: got %s", b)
-	}
+	k.restart(c, use).Detach()
+	service.Restored()
+	kit.Eventually(t, "release", func() bool { return s.locks() == 0 })
 }

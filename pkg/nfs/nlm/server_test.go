@@ -17,6 +17,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/server/nlmd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
@@ -42,8 +43,8 @@ type lockServer struct {
 // A call is a call that the server received.
 type call struct {
 	sunrpc.CallHeader
-	proc nlm.Proc
-	args nlm.Args
+	proc nlmwire.Proc
+	args nlmwire.Args
 	raw  []byte // of args
 }
 
@@ -53,8 +54,8 @@ type reply []byte
 
 var pass, drop reply = nil, reply{}
 
-func (c *call) stat(stat nlm.Stat) reply {
-	return nlm.AppendRes(c.accepted(sunrpc.Success), c.proc, &nlm.Res{Stat: stat})
+func (c *call) stat(stat nlmwire.Stat) reply {
+	return nlmwire.AppendRes(c.accepted(sunrpc.Success), c.proc, &nlmwire.Res{Stat: stat})
 }
 
 func (c *call) accepted(stat sunrpc.AcceptStat) reply {
@@ -138,7 +139,7 @@ func (s *lockServer) restart(grace time.Duration) {
 		kit.Must(s.t, os.Remove(state))
 	}
 	s.mu.Lock()
-	s.nlmd = nlmd.New(nlmd.Config{Check: func(*sunrpc.CallHeader, *nfs3.FH) nlm.Stat { return nlm.Granted },
+	s.nlmd = nlmd.New(nlmd.Config{Check: func(*sunrpc.CallHeader, *nfs3.FH) nlmwire.Stat { return nlmwire.Granted },
 		StateFile: state, Grace: grace})
 	s.mu.Unlock()
 	s.dropConnections()
@@ -156,7 +157,7 @@ func (s *lockServer) serve(conn net.Conn) {
 	defer conn.Close()
 	var writer sync.Mutex
 	for {
-		message, err := rpctcp.ReadRecord(conn, nil, nlm.MaxMessage)
+		message, err := rpctcp.ReadRecord(conn, nil, nlmwire.MaxMessage)
 		if err != nil {
 			return
 		}
@@ -165,13 +166,13 @@ func (s *lockServer) serve(conn net.Conn) {
 			s.t.Errorf("parse call: %v", err)
 			return
 		}
-		if c.proc = nlm.Proc(c.Proc); c.proc != nlm.ProcNull {
-			_ = nlm.ParseArgs(c.proc, c.raw, &c.args)
+		if c.proc = nlmwire.Proc(c.Proc); c.proc != nlmwire.ProcNull {
+			_ = nlmwire.ParseArgs(c.proc, c.raw, &c.args)
 		}
 		s.mu.Lock()
 		s.calls = append(s.calls, c)
 		answer := s.answer
-		hangUp := s.hangUp && c.proc == nlm.ProcLock
+		hangUp := s.hangUp && c.proc == nlmwire.ProcLock
 		s.hangUp = s.hangUp && !hangUp
 		s.mu.Unlock()
 		s.all.Go(func() {
@@ -204,8 +205,18 @@ func (s *lockServer) setAnswer(answer func(*call) reply) {
 	s.answer = answer
 }
 
+// answerStat makes the server reply to the calls of a procedure with stat.
+func (s *lockServer) answerStat(proc nlmwire.Proc, stat nlmwire.Stat) {
+	s.setAnswer(func(c *call) reply {
+		if c.proc == proc {
+			return c.stat(stat)
+		}
+		return pass
+	})
+}
+
 // received returns the calls of a procedure.
-func (s *lockServer) received(proc nlm.Proc) (calls []*call) {
+func (s *lockServer) received(proc nlmwire.Proc) (calls []*call) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, c := range s.calls {
@@ -216,7 +227,7 @@ func (s *lockServer) received(proc nlm.Proc) (calls []*call) {
 	return calls
 }
 
-func (s *lockServer) count(proc nlm.Proc) int { return len(s.received(proc)) }
+func (s *lockServer) count(proc nlmwire.Proc) int { return len(s.received(proc)) }
 
 func (s *lockServer) locks() int {
 	s.mu.Lock()
@@ -226,7 +237,7 @@ func (s *lockServer) locks() int {
 
 // hold makes the server hold the next call of proc, and then execute it. With executed set it
 // executes the call first, and holds the reply. began is closed when it holds.
-func (s *lockServer) hold(proc nlm.Proc, executed bool) (began chan struct{}, proceed func()) {
+func (s *lockServer) hold(proc nlmwire.Proc, executed bool) (began chan struct{}, proceed func()) {
 	began, ended := make(chan struct{}), make(chan struct{})
 	proceed = sync.OnceFunc(func() { close(ended) })
 	s.t.Cleanup(proceed)
@@ -268,11 +279,25 @@ func (s *lockServer) client(change func(*nlm.Config)) *nlm.Client {
 	return c
 }
 
-// journalingClient returns a client with a journal in dir.
-func (s *lockServer) journalingClient(dir string) *nlm.Client {
+// recordedClient returns a client whose owners are recorded in dir.
+func (s *lockServer) recordedClient(dir string) *nlm.Client {
 	service := nlm.NewService(nlm.ServiceConfig{StateDir: dir})
 	s.t.Cleanup(service.Close)
 	return s.client(func(cfg *nlm.Config) { cfg.Service = service })
+}
+
+// ownersIn returns the files of owners in dir, with their content.
+func ownersIn(t *testing.T, dir string) map[string]string {
+	t.Helper()
+	paths, err := filepath.Glob(filepath.Join(dir, "locks-1-*"))
+	kit.Must(t, err)
+	files := make(map[string]string)
+	for _, path := range paths {
+		if b, err := os.ReadFile(path); err == nil { // not removed meanwhile
+			files[path] = string(b)
+		}
+	}
+	return files
 }
 
 var (
@@ -353,28 +378,33 @@ type portMapper struct {
 
 func startPortMapper(t *testing.T) *portMapper {
 	t.Helper()
+	m := &portMapper{maps: make(map[[3]uint32]uint32)}
+	m.port = listen(t, m.serve)
+	return m
+}
+
+// listen calls serve for each connection to the port that it returns.
+func listen(t *testing.T, serve func(net.Conn)) (port int) {
+	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	kit.Must(t, err)
-	m := &portMapper{maps: make(map[[3]uint32]uint32), port: l.Addr().(*net.TCPAddr).Port}
 	var all sync.WaitGroup
 	all.Go(func() {
-		for {
-			conn, err := l.Accept()
-			if err != nil {
-				return
-			}
-			all.Go(func() { m.serve(conn) })
+		for conn, err := l.Accept(); err == nil; conn, err = l.Accept() {
+			all.Go(func() {
+				defer conn.Close()
+				serve(conn)
+			})
 		}
 	})
 	t.Cleanup(func() {
 		l.Close()
 		all.Wait()
 	})
-	return m
+	return l.Addr().(*net.TCPAddr).Port
 }
 
 func (m *portMapper) serve(conn net.Conn) {
-	defer conn.Close()
 	for {
 		message, err := rpctcp.ReadRecord(conn, nil, 4096)
 		if err != nil {

@@ -7,14 +7,17 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/mountd"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc/rpctcp"
 )
@@ -34,16 +37,17 @@ type ServiceConfig struct {
 	// Listen is ADDRESS:PORT for the calls of servers, on TCP and UDP. Port 0 takes a free port; ""
 	// receives no calls.
 	Listen string
-	// StateDir keeps a journal, from which the next daemon releases the locks of a killed one; ""
-	// for none.
+	// StateDir keeps the owners of locks, so that the next daemon releases the locks of a killed
+	// one; "" for none.
 	StateDir string
 	// Restore means that clients with the State of the earlier daemon follow. The service then
 	// releases no lock of the earlier daemon before Restored is called, and none that such a client
-	// has. Without Restored the journal keeps the other locks for the next daemon.
+	// has. Without Restored the other locks stay for the next daemon.
 	Restore bool
 	Logger  hclog.Logger
 
-	portmapPort int // for tests; 0 means 111
+	portmapPort int           // for tests; 0 means 111
+	staleRetry  time.Duration // for tests; 0 means staleRetry
 }
 
 // A Service receives the calls of lock servers for all mounts of a daemon: GRANTED of NLM, and the
@@ -51,9 +55,10 @@ type ServiceConfig struct {
 // port mapper or with a kernel lock service: servers could not find it. Its methods may be called
 // concurrently, except Close, which comes last. A nil *Service is valid and does nothing.
 type Service struct {
-	cfg     ServiceConfig
-	log     hclog.Logger
-	journal *journal // nil for none
+	cfg    ServiceConfig
+	log    hclog.Logger
+	dir    *os.File    // the state directory, locked; nil for none
+	logged atomic.Bool // that owners are not recorded
 
 	start   sync.Once
 	release sync.Once // of the locks of the earlier daemon
@@ -68,19 +73,25 @@ type Service struct {
 		hosts      map[netip.Addr]*monitored
 		conns      map[net.Conn]netip.Addr // with the peer
 		registered []mapping
-		callbacks  bool // servers can call this service
-		foreign    bool // servers call another lock service of this host
-		statd      int  // TCP port of the status monitor of this host; 0 for none
-		nsmState   uint32
-		addr       net.Addr
-		reason     string // why servers cannot call this service
+		stale      map[string]struct{} // files of an earlier process that no client has claimed
+		serviceState
 	}
+}
+
+// A serviceState is what servers and the status monitor of this host know of a Service.
+type serviceState struct {
+	callbacks bool   // servers can call this service
+	foreign   bool   // servers call another lock service of this host
+	statd     int    // TCP port of the status monitor of this host; 0 for none
+	nsmState  uint32 // state number of this host; 0 if unknown
+	addr      net.Addr
+	reason    string // why servers cannot call this service
 }
 
 // A monitored is a server whose restart the status monitor reports.
 type monitored struct {
 	clients int
-	priv    [nsmPrivSize]byte
+	priv    [nlmwire.PrivSize]byte
 	once    sync.Once
 	state   uint32 // of the last notice
 }
@@ -94,11 +105,18 @@ func NewService(cfg ServiceConfig) *Service {
 	if cfg.portmapPort == 0 {
 		cfg.portmapPort = mountd.PortmapPort
 	}
+	if cfg.staleRetry == 0 {
+		cfg.staleRetry = staleRetry
+	}
 	s := &Service{cfg: cfg, log: cfg.Logger, ready: make(chan struct{})}
 	s.mu.clients, s.mu.hosts = make(map[*Client]struct{}), make(map[netip.Addr]*monitored)
-	s.mu.conns = make(map[net.Conn]netip.Addr)
+	s.mu.conns, s.mu.stale = make(map[net.Conn]netip.Addr), make(map[string]struct{})
 	s.ctx, s.end = context.WithCancel(context.Background())
-	s.openJournal()
+	if cfg.StateDir != "" {
+		if err := s.openStateDir(); err != nil {
+			s.notRecorded(err)
+		}
+	}
 	if !cfg.Restore {
 		s.Restored()
 	}
@@ -124,15 +142,9 @@ func (s *Service) Close() {
 	}
 	s.mu.Unlock()
 	s.work.Wait()
-	s.journal.close()
-}
-
-// journalOf returns the journal of s, nil for none.
-func (s *Service) journalOf() *journal {
-	if s == nil {
-		return nil
+	if s.dir != nil {
+		s.dir.Close()
 	}
-	return s.journal
 }
 
 func (s *Service) registrations() []mapping {
@@ -146,15 +158,13 @@ func (s *Service) Status() string {
 	if s == nil {
 		return "off"
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	switch {
-	case s.mu.callbacks && s.mu.statd != 0:
-		return fmt.Sprintf("callbacks at %s, notices of restarts by rpc.statd", s.mu.addr)
-	case s.mu.callbacks:
-		return fmt.Sprintf("callbacks and notices of restarts at %s", s.mu.addr)
-	case s.mu.reason != "":
-		return "polling: " + s.mu.reason
+	switch st := s.state(); {
+	case st.callbacks && st.statd != 0:
+		return fmt.Sprintf("callbacks at %s, notices of restarts by rpc.statd", st.addr)
+	case st.callbacks:
+		return fmt.Sprintf("callbacks and notices of restarts at %s", st.addr)
+	case st.reason != "":
+		return "polling: " + st.reason
 	}
 	return "polling"
 }
@@ -201,49 +211,34 @@ func (s *Service) leave(c *Client) (last bool, statd int) {
 // remove is the reverse of add.
 func (s *Service) remove(c *Client) {
 	if last, statd := s.leave(c); last && statd != 0 {
-		_, _ = localCall(context.Background(), statd, nsmProgram, nsmVersion, nsmUnmon,
-			appendUnmon(nil, c.cfg.Host, &notifyCall))
+		_, _ = callMonitor(statd, nlmwire.NSMUnmon, nlmwire.AppendUnmon(nil, c.cfg.Host, &notifyCall))
 	}
 }
 
 // notifyCall is the callback that the status monitor of this host makes. Linux's rpc.statd accepts
 // only a procedure of the lock manager.
-var notifyCall = monitorCall{name: loopback, prog: Program, vers: Version, proc: uint32(ProcNotify)}
+var notifyCall = nlmwire.MonitorCall{Name: loopback, Prog: nlmwire.Program, Vers: nlmwire.Version,
+	Proc: uint32(nlmwire.ProcNotify)}
 
-// active reports whether servers can call this service.
-func (s *Service) active() bool {
-	if s == nil {
-		return false
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.mu.callbacks
+// callMonitor makes one call to the status monitor of this host. The end of a request must not end
+// the call: no other request makes it.
+func callMonitor(port int, proc uint32, args []byte) ([]byte, error) {
+	return localCall(context.Background(), port, nlmwire.NSMProgram, nlmwire.NSMVersion, proc, args)
 }
 
-// foreign reports whether servers call another lock service of this host.
-func (s *Service) foreign() bool {
-	if s == nil {
-		return false
+func (s *Service) state() (st serviceState) {
+	if s != nil {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		st = s.mu.serviceState
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.mu.foreign
-}
-
-// state returns the NSM state number of this host, 0 if unknown.
-func (s *Service) state() uint32 {
-	if s == nil {
-		return 0
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.mu.nsmState
+	return st
 }
 
 // run listens and registers. Its error is the reason why servers cannot call.
 func (s *Service) run() error {
 	ctx := s.ctx
-	switch port, err := s.findRegistered(ctx, Program, Version); {
+	switch port, err := s.findRegistered(ctx, nlmwire.Program, nlmwire.Version); {
 	case err == nil && port != 0:
 		s.mu.Lock()
 		s.mu.foreign = true
@@ -273,11 +268,11 @@ func (s *Service) run() error {
 	s.work.Go(func() { s.receive(packets) })
 	port := uint32(tcp.Port)
 	for _, proto := range []uint32{protoTCP, protoUDP} {
-		if err := s.register(ctx, mapping{Program, Version, proto, port}); err != nil {
+		if err := s.register(ctx, mapping{nlmwire.Program, nlmwire.Version, proto, port}); err != nil {
 			return err
 		}
 	}
-	statd, err := s.findRegistered(ctx, nsmProgram, nsmVersion)
+	statd, err := s.findRegistered(ctx, nlmwire.NSMProgram, nlmwire.NSMVersion)
 	if err != nil {
 		return err
 	}
@@ -289,7 +284,7 @@ func (s *Service) run() error {
 		s.mu.nsmState = 1 // odd: this host is up (XNFS chapter 11)
 		s.mu.Unlock()
 		for _, proto := range []uint32{protoTCP, protoUDP} {
-			if err := s.register(ctx, mapping{nsmProgram, nsmVersion, proto, port}); err != nil {
+			if err := s.register(ctx, mapping{nlmwire.NSMProgram, nlmwire.NSMVersion, proto, port}); err != nil {
 				s.log.Warn("no notices of server restarts", "reason", err)
 			}
 		}
@@ -306,7 +301,8 @@ func (s *Service) findRegistered(ctx context.Context, prog, vers uint32) (port u
 	if err != nil || port == 0 || port >= 1<<16 {
 		return port, err
 	}
-	if _, err = localCall(ctx, int(port), prog, vers, uint32(ProcNull), nil); errors.Is(err, syscall.ECONNREFUSED) {
+	_, err = localCall(ctx, int(port), prog, vers, uint32(nlmwire.ProcNull), nil)
+	if errors.Is(err, syscall.ECONNREFUSED) {
 		_, err = portmap(ctx, s.cfg.portmapPort, portmapUnset, m)
 		return 0, err
 	}
@@ -347,15 +343,12 @@ func (s *Service) monitor(ctx context.Context, c *Client) {
 	h.once.Do(func() {
 		// A status monitor keeps the private data of the first SM_MON, which may be that of an
 		// earlier daemon: the notice would then match no server.
-		_, _ = localCall(context.WithoutCancel(ctx), statd, nsmProgram, nsmVersion, nsmUnmon,
-			appendUnmon(nil, c.cfg.Host, &notifyCall))
-		// The end of this request must not end the call: no other request makes it.
-		results, err := localCall(context.WithoutCancel(ctx), statd, nsmProgram, nsmVersion, nsmMon,
-			appendMon(nil, c.cfg.Host, &notifyCall, &h.priv))
+		_, _ = callMonitor(statd, nlmwire.NSMUnmon, nlmwire.AppendUnmon(nil, c.cfg.Host, &notifyCall))
+		results, err := callMonitor(statd, nlmwire.NSMMon, nlmwire.AppendMon(nil, c.cfg.Host, &notifyCall, &h.priv))
 		var ok bool
 		var state uint32
 		if err == nil {
-			ok, state, err = parseMonRes(results)
+			ok, state, err = nlmwire.ParseMonRes(results)
 		}
 		if err == nil && !ok {
 			err = errors.New("refused")
@@ -429,7 +422,7 @@ func (s *Service) serve(conn net.Conn, from netip.AddrPort) {
 			return
 		}
 		var err error
-		if buf, err = rpctcp.ReadRecord(conn, buf, MaxMessage); err != nil {
+		if buf, err = rpctcp.ReadRecord(conn, buf, nlmwire.MaxMessage); err != nil {
 			return
 		}
 		reply := s.handle(from, buf)
@@ -442,7 +435,7 @@ func (s *Service) serve(conn net.Conn, from netip.AddrPort) {
 
 func (s *Service) receive(packets net.PacketConn) {
 	room := make(chan struct{}, maxDatagrams)
-	buf := make([]byte, MaxMessage)
+	buf := make([]byte, nlmwire.MaxMessage)
 	for {
 		n, from, err := packets.ReadFrom(buf)
 		if err != nil {
@@ -487,33 +480,33 @@ func (s *Service) handle(from netip.AddrPort, message []byte) []byte {
 	}
 	accepted := func(stat sunrpc.AcceptStat) []byte { return sunrpc.AppendAcceptedReply(nil, h.XID, stat) }
 	switch {
-	case h.Prog == nsmProgram && h.Vers == nsmVersion:
+	case h.Prog == nlmwire.NSMProgram && h.Vers == nlmwire.NSMVersion:
 		return accepted(s.handleMonitor(from, h.Proc, args))
-	case h.Prog != Program:
+	case h.Prog != nlmwire.Program:
 		return accepted(sunrpc.ProgUnavail)
-	case h.Vers != Version:
-		return sunrpc.AppendProgMismatchReply(nil, h.XID, Version, Version)
+	case h.Vers != nlmwire.Version:
+		return sunrpc.AppendProgMismatchReply(nil, h.XID, nlmwire.Version, nlmwire.Version)
 	}
-	switch proc := Proc(h.Proc); proc {
-	case ProcNull:
+	switch proc := nlmwire.Proc(h.Proc); proc {
+	case nlmwire.ProcNull:
 		return accepted(sunrpc.Success)
-	case ProcGranted, ProcGrantedMsg:
-		var a Args
-		if ParseArgs(proc, args, &a) != nil {
+	case nlmwire.ProcGranted, nlmwire.ProcGrantedMsg:
+		var a nlmwire.Args
+		if nlmwire.ParseArgs(proc, args, &a) != nil {
 			return accepted(sunrpc.GarbageArgs)
 		}
 		c, stat := s.granted(from.Addr(), &a)
-		res := &Res{Cookie: a.Cookie, Stat: stat}
-		if proc == ProcGranted {
-			return AppendRes(accepted(sunrpc.Success), proc, res)
+		res := &nlmwire.Res{Cookie: a.Cookie, Stat: stat}
+		if proc == nlmwire.ProcGranted {
+			return nlmwire.AppendRes(accepted(sunrpc.Success), proc, res)
 		}
 		if c != nil {
-			results := AppendRes(nil, ProcGrantedRes, res) // the next call overwrites the cookie
+			results := nlmwire.AppendRes(nil, nlmwire.ProcGrantedRes, res) // the next call overwrites the cookie
 			c.background(func() { c.sendGrantedRes(results) })
 		}
 		return accepted(sunrpc.Success)
-	case ProcNotify:
-		_, state, priv, err := parseStatus(args)
+	case nlmwire.ProcNotify:
+		_, state, priv, err := nlmwire.ParseStatus(args)
 		if err != nil || !from.Addr().IsLoopback() {
 			return accepted(sunrpc.GarbageArgs)
 		}
@@ -526,10 +519,10 @@ func (s *Service) handle(from netip.AddrPort, message []byte) []byte {
 // handleMonitor executes a call of NSM: only notices of servers.
 func (s *Service) handleMonitor(from netip.AddrPort, proc uint32, args []byte) sunrpc.AcceptStat {
 	switch proc {
-	case nsmNull:
+	case nlmwire.NSMNull:
 		return sunrpc.Success
-	case nsmNotify:
-		_, state, err := parseNotify(args)
+	case nlmwire.NSMNotify:
+		_, state, err := nlmwire.ParseNotify(args)
 		if err != nil {
 			return sunrpc.GarbageArgs
 		}
@@ -561,7 +554,7 @@ func (s *Service) notified(match func(netip.Addr, *monitored) bool, state uint32
 
 // granted passes a GRANTED call to the clients of its server. It returns the client that has or
 // wants the lock, or another client of the server with Denied.
-func (s *Service) granted(from netip.Addr, a *Args) (*Client, Stat) {
+func (s *Service) granted(from netip.Addr, a *nlmwire.Args) (*Client, nlmwire.Stat) {
 	s.mu.Lock()
 	var clients []*Client
 	for c := range s.mu.clients {
@@ -573,11 +566,11 @@ func (s *Service) granted(from netip.Addr, a *Args) (*Client, Stat) {
 	var last *Client
 	for _, c := range clients {
 		last = c
-		if stat := c.granted(a); stat != Denied {
+		if stat := c.granted(a); stat != nlmwire.Denied {
 			return c, stat
 		}
 	}
-	return last, Denied
+	return last, nlmwire.Denied
 }
 
 // sendGrantedRes answers GRANTED_MSG. Some servers send no reply to this call.
@@ -586,6 +579,6 @@ func (c *Client) sendGrantedRes(results []byte) {
 	defer cancel()
 	conn, err := c.link.get(ctx)
 	if err == nil {
-		_, _ = c.link.exchange(ctx, conn, ProcGrantedRes, sunrpc.AppendAuthNone(nil), results)
+		_, _ = c.link.exchange(ctx, conn, nlmwire.ProcGrantedRes, sunrpc.AppendAuthNone(nil), results)
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
@@ -53,7 +54,7 @@ func TestUserCannotTakeAllLocks(t *testing.T) {
 	if err := c.Unlock(t.Context(), as(1001), fh, first, 25, 25); err != syscall.ENOLCK {
 		t.Errorf("unlock of the middle at the limit: got error %v, want %v", err, syscall.ENOLCK)
 	}
-	if n := s.count(nlm.ProcUnlock); n != 0 {
+	if n := s.count(nlmwire.ProcUnlock); n != 0 {
 		t.Errorf("UNLOCK calls: got %d, want none", n)
 	}
 	c = k.restart(c, small)
@@ -124,12 +125,7 @@ func TestRefusedUnlockKeepsLock(t *testing.T) {
 	k := newKeptFile(t, s, nlm.StateTables())
 	c := k.client(nil)
 	mustLock(t, c, exclusive(alice, 0, 9))
-	s.setAnswer(func(c *call) reply {
-		if c.proc != nlm.ProcUnlock {
-			return pass
-		}
-		return c.stat(nlm.DeniedNoLocks)
-	})
+	s.answerStat(nlmwire.ProcUnlock, nlmwire.DeniedNoLocks)
 	if err := c.Unlock(t.Context(), cred, fh, alice, 5, 5); !errors.Is(err, syscall.ENOLCK) {
 		t.Errorf("got error %v, want %v", err, syscall.ENOLCK)
 	}

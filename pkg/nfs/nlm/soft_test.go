@@ -12,19 +12,20 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // invalidReplies are replies that do not end a request.
 var invalidReplies = map[string]func(*call) reply{
-	"grace period without end": func(c *call) reply { return c.stat(nlm.DeniedGracePeriod) },
-	"invalid status":           func(c *call) reply { return c.stat(nlm.Failed + 1) },
+	"grace period without end": func(c *call) reply { return c.stat(nlmwire.DeniedGracePeriod) },
+	"invalid status":           func(c *call) reply { return c.stat(nlmwire.Failed + 1) },
 	"no results":               func(c *call) reply { return c.accepted(sunrpc.Success) },
 	"system error":             func(c *call) reply { return c.accepted(sunrpc.SystemErr) },
 	"service is gone":          func(c *call) reply { return c.accepted(sunrpc.ProgUnavail) },
 	"not a reply":              func(*call) reply { return reply("garbage") },
-	"another XID":              func(c *call) reply { c.XID++; return c.stat(nlm.Granted) },
+	"another XID":              func(c *call) reply { c.XID++; return c.stat(nlmwire.Granted) },
 	"end of the connection":    func(*call) reply { return drop },
 }
 
@@ -89,18 +90,13 @@ func TestMessagesOfServerAreLimited(t *testing.T) {
 		var out bytes.Buffer
 		c := s.client(func(cfg *nlm.Config) { cfg.Logger = hclog.New(&hclog.LoggerOptions{Output: &out}) })
 		fail := func() {
-			s.setAnswer(func(c *call) reply {
-				if c.proc == nlm.ProcUnlock {
-					return c.stat(nlm.Failed)
-				}
-				return pass
-			})
+			s.answerStat(nlmwire.ProcUnlock, nlmwire.Failed)
 			for i := range uint64(n) {
 				mustLock(t, c, exclusive(alice, 2*i, 2*i))
 				mustUnlock(t, c, alice, 2*i, 2*i)
 				mustLock(t, c, exclusive(bob, 2*i+1, 2*i+1))
 			}
-			s.setAnswer(func(c *call) reply { return c.stat(nlm.Failed) })
+			s.setAnswer(func(c *call) reply { return c.stat(nlmwire.Failed) })
 			s.dropConnections()
 			kit.Eventually(t, "lost locks", func() bool { return c.Counters.Held.Load() == 0 })
 			release(t, c, bob)

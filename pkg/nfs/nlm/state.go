@@ -9,7 +9,6 @@ import (
 	"sync"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/slotfile"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/rangelock"
 )
 
@@ -20,16 +19,16 @@ const (
 	rangeTable  = "lockranges" // one record for each range that is locked, lost or requested
 )
 
-// extraSlots are the slots above maxLocks, for requests that are not complete: each has its record,
-// and at most one spare slot.
+// extraSlots are the slots above maxLocks, for requests that are not complete: each has its record
+// and a spare slot.
 const extraSlots = 2 * maxWaiters
 
 // StateTables returns the tables that a State needs in a slotfile. Their names begin with "lock".
 func StateTables() []slotfile.TableSpec {
 	return []slotfile.TableSpec{
-		{Name: clientTable, RecordBytes: clientBytes, MaxSlots: 1},
-		{Name: ownerTable, RecordBytes: ownerBytes, MaxSlots: maxLocks + extraSlots},
-		{Name: rangeTable, RecordBytes: rangeBytes, MaxSlots: maxLocks + extraSlots},
+		slotfile.SpecOf[clientRecord](clientTable, 0, 1),
+		slotfile.SpecOf[ownerRecord](ownerTable, 0, maxLocks+extraSlots),
+		slotfile.SpecOf[rangeRecord](rangeTable, 0, maxLocks+extraSlots),
 	}
 }
 
@@ -46,20 +45,22 @@ var (
 // shortened or removed afterwards. Until then the record with the higher sequence number is valid.
 // So the next process finds the locks before or after each change, and nothing between.
 type State struct {
-	client, owners, ranges *slotfile.Table
+	client slotfile.Records[clientRecord]
+	owners slotfile.Records[ownerRecord]
+	ranges slotfile.Records[rangeRecord]
+	copy   *ownersFile    // of owners; set before the first request
+	own    *slotfile.File // closed with the State; nil for none
 
 	mu      sync.Mutex // guards the fields below and the tables
 	ended   bool       // the tables must not be used anymore
 	named   bool       // the client table has its record
 	seq     uint64     // of the last record of a range
 	holders map[lockKey]*holder
-
-	step func() // for tests: runs after each change of the table of ranges
 }
 
 // A holder is an owner with records of one file.
 type holder struct {
-	slot    slotfile.Slot
+	ref     slotfile.Ref
 	rec     ownerRecord
 	rows    []row // held and lost ranges, ordered by start
 	partial bool  // rows may differ from the tables: a record has no slot, or the holder is new
@@ -68,8 +69,8 @@ type holder struct {
 
 // A row is a record of a range and its place.
 type row struct {
-	slot slotfile.Slot
-	rec  rangeRecord
+	ref slotfile.Ref
+	rec rangeRecord
 }
 
 // An intent is the record of a request whose result the client does not know yet. A nil *intent is
@@ -78,18 +79,15 @@ type intent struct {
 	key   lockKey
 	h     *holder
 	row   row
-	spare []slotfile.Slot // for the records that the result needs
+	spare slotfile.Ref // for one more record, which the result may need; 0 for none
 }
 
-// NewState returns the State in an open file. The tables of the file must include StateTables;
-// otherwise NewState panics. The caller closes the file after Client.Close or Client.Detach.
+// NewState returns the State in an open file, whose tables must include StateTables. The caller
+// closes the file after Client.Close or Client.Detach.
 func NewState(f *slotfile.File) *State {
-	s := &State{client: f.Table(clientTable), owners: f.Table(ownerTable), ranges: f.Table(rangeTable),
-		holders: make(map[lockKey]*holder)}
-	if s.client == nil || s.owners == nil || s.ranges == nil {
-		panic("nlm: the file does not have the tables of StateTables")
-	}
-	return s
+	return &State{client: slotfile.RecordsOf[clientRecord](f, clientTable),
+		owners: slotfile.RecordsOf[ownerRecord](f, ownerTable),
+		ranges: slotfile.RecordsOf[rangeRecord](f, rangeTable), holders: make(map[lockKey]*holder)}
 }
 
 // end makes all later changes fail, so that the file may be closed.
@@ -102,9 +100,21 @@ func (s *State) end() {
 	s.mu.Unlock()
 }
 
-// begin records that a request about a range is about to be sent, and reserves slots for its
+// close ends the State of a client that has ended.
+func (s *State) close() {
+	if s == nil {
+		return
+	}
+	s.end()
+	s.copy.end(len(s.holders) == 0)
+	if s.own != nil {
+		s.own.Close()
+	}
+}
+
+// begin records that a request about a range is about to be sent, and reserves the slots for its
 // result. kind is rangeLock or rangeUnlock. An error changes nothing.
-func (s *State) begin(key lockKey, o *owner, cred []byte, rec rangeRecord, spare int) (*intent, error) {
+func (s *State) begin(key lockKey, o *owner, cred []byte, rec rangeRecord) (_ *intent, err error) {
 	if s == nil {
 		return nil, nil
 	}
@@ -113,48 +123,21 @@ func (s *State) begin(key lockKey, o *owner, cred []byte, rec rangeRecord, spare
 	if s.ended {
 		return nil, errStateEnded
 	}
-	slot, err := s.ranges.Alloc()
+	in := &intent{key: key, row: row{rec: rec}}
+	if in.row.ref, err = s.ranges.Reserve(); err == nil {
+		in.spare, err = s.ranges.Reserve()
+	}
+	if err == nil {
+		in.h, err = s.holder(key, o, cred)
+	}
 	if err != nil {
-		return nil, err
-	}
-	in := &intent{key: key, row: row{slot: slot, rec: rec}}
-	if err := s.fill(in, spare); err != nil {
-		s.drop(in)
-		return nil, err
-	}
-	if in.h, err = s.holder(key, o, cred); err != nil {
 		s.drop(in)
 		return nil, err
 	}
 	in.h.intents++
-	in.row.rec.owner = in.h.slot
+	in.row.rec.owner = in.h.ref
 	s.put(&in.row)
 	return in, nil
-}
-
-// reserve makes the spare slots of an intent at least n.
-func (s *State) reserve(in *intent, n int) error {
-	if in == nil {
-		return nil
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.ended {
-		return errStateEnded
-	}
-	return s.fill(in, n)
-}
-
-// fill allocates spare slots. The caller holds mu.
-func (s *State) fill(in *intent, n int) error {
-	for len(in.spare) < n {
-		slot, err := s.ranges.Alloc()
-		if err != nil {
-			return err
-		}
-		in.spare = append(in.spare, slot)
-	}
-	return nil
 }
 
 // holder returns the holder of key, which it records if necessary. The caller holds mu.
@@ -168,13 +151,13 @@ func (s *State) holder(key lockKey, o *owner, cred []byte) (*holder, error) {
 	if len(cred) > maxCred {
 		return nil, errCredSize
 	}
-	slot, err := s.owners.Alloc()
-	if err != nil {
+	h := &holder{rec: newOwnerRecord(key, o.svid), partial: true}
+	h.rec.setCredential(cred)
+	var err error
+	if h.ref, err = s.owners.Add(&h.rec, 0); err != nil {
 		return nil, err
 	}
-	h := &holder{slot: slot, partial: true,
-		rec: ownerRecord{fh: key.fh, id: key.id, svid: o.svid, cred: bytes.Clone(cred)}}
-	s.owners.Put(slot, h.rec.encode())
+	s.copy.put(h.ref, &h.rec)
 	s.holders[key] = h
 	return h, nil
 }
@@ -183,77 +166,44 @@ func (s *State) holder(key lockKey, o *owner, cred []byte) (*holder, error) {
 func (s *State) put(r *row) {
 	s.seq++
 	r.rec.seq = s.seq
-	s.ranges.Put(r.slot, r.rec.encode())
-	s.stepped()
-}
-
-// free removes the record of a range. The caller holds mu.
-func (s *State) free(slot slotfile.Slot) {
-	s.ranges.Free(slot)
-	s.stepped()
-}
-
-func (s *State) stepped() {
-	if s.step != nil {
-		s.step()
-	}
+	s.ranges.Set(r.ref, &r.rec)
 }
 
 // drop frees the slots of an intent, and its holder if nothing else is recorded about it. The
 // caller holds mu.
 func (s *State) drop(in *intent) {
-	s.free(in.row.slot)
-	s.dropSpare(in)
+	s.ranges.Remove(&in.row.ref)
+	s.ranges.Remove(&in.spare)
 	if in.h != nil {
 		in.h.intents--
 		s.dropHolder(in.key, in.h)
 	}
 }
 
-func (s *State) dropSpare(in *intent) {
-	for _, slot := range in.spare {
-		s.free(slot)
-	}
-	in.spare = nil
-}
-
 func (s *State) dropHolder(key lockKey, h *holder) {
 	if s.holders[key] == h && h.intents == 0 && len(h.rows) == 0 {
-		s.owners.Free(h.slot)
+		s.copy.put(h.ref, &ownerRecord{})
+		s.owners.Remove(&h.ref)
 		delete(s.holders, key)
 	}
 }
 
-// withdraw removes an intent: the server has what the records of held ranges say. It returns false
-// after end.
-func (s *State) withdraw(in *intent) bool {
+// withdraw removes an intent: the server has what the records of held ranges say.
+func (s *State) withdraw(in *intent) {
 	if s == nil || in == nil {
-		return true
+		return
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.ended {
-		return false
+	if !s.ended {
+		s.drop(in)
 	}
-	s.drop(in)
-	return true
 }
 
-// A stateChange is a change of the locks of an owner of a file, held and lost ones, from start to
-// end. The tables of the file have the locks after the change.
-type stateChange struct {
-	f          *file
-	id         Owner
-	o          *owner
-	start, end uint64
-	cred       []byte  // nil: unchanged
-	in         *intent // the request that the change completes; nil for none
-	all        bool    // write all records again
-}
-
-// apply records a change. It returns false after end. The error means that some records have no
-// slot: the records then are those of before the change for a part of the ranges.
-func (s *State) apply(c *stateChange) (ok bool, err error) {
+// apply records a change of the tables of f, which have the locks after it. It returns false after
+// end. The error means that some records have no slot: the records then are those of before the
+// change for a part of the ranges.
+func (s *State) apply(f *file, o *owner, c *tableChange) (ok bool, err error) {
 	if s == nil {
 		return true, nil
 	}
@@ -262,28 +212,29 @@ func (s *State) apply(c *stateChange) (ok bool, err error) {
 	if s.ended {
 		return false, nil
 	}
-	key := keyOf(c.f, c.id)
+	key := keyOf(f, c.id)
 	h := s.holders[key]
 	if h == nil {
-		if !c.f.has(c.id) {
+		if !f.has(c.id) {
 			return true, nil
 		}
-		if h, err = s.holder(key, c.o, c.cred); err != nil {
+		if h, err = s.holder(key, o, c.cred); err != nil {
 			return true, err
 		}
 	}
-	if c.cred != nil && len(c.cred) <= maxCred && !bytes.Equal(c.cred, h.rec.cred) {
-		h.rec.cred = bytes.Clone(c.cred)
-		s.owners.Put(h.slot, h.rec.encode())
+	if c.cred != nil && len(c.cred) <= maxCred && !bytes.Equal(c.cred, h.rec.credential()) {
+		h.rec.setCredential(c.cred)
+		s.owners.Set(h.ref, &h.rec)
+		s.copy.put(h.ref, &h.rec)
 	}
-	err = s.rewrite(h, c)
+	err = s.rewrite(f, h, c)
 	if in := c.in; in != nil {
 		if in.row.rec.kind == rangeLock { // rewrite has used or freed its slot
 			h.intents--
 		} else {
 			s.drop(in)
 		}
-		s.dropSpare(in)
+		s.ranges.Remove(&in.spare)
 	}
 	s.dropHolder(key, h)
 	return true, err
@@ -294,135 +245,105 @@ func (s *State) apply(c *stateChange) (ok bool, err error) {
 //
 // A change can only change rows that overlap its range or are adjacent to it: rewrite compares no
 // others, so that its time does not grow with the number of locks.
-func (s *State) rewrite(h *holder, c *stateChange) error {
+func (s *State) rewrite(f *file, h *holder, c *tableChange) error {
 	start, end := c.start, c.end
 	if c.all || h.partial {
 		start, end = 0, maxOffset
 	}
 	from := sort.Search(len(h.rows), func(i int) bool { return h.rows[i].rec.end+1 >= start })
 	to := sort.Search(len(h.rows), func(i int) bool { return h.rows[i].rec.start > end+1 })
-	target := rangesOf(c.f, c.id, start, end)
-	p := &placing{s: s, h: h, in: c.in}
-	var old []row
+	target := rangesOf(f, c.id, start, end)
+	var old, done, todo []row
 	force := func(*rangeRecord) bool { return c.all }
 	if c.in != nil && c.in.row.rec.kind == rangeLock {
 		// The row of the request comes first: it becomes the new lock, which replaces others.
 		old = append(old, c.in.row)
 		force = func(r *rangeRecord) bool { return c.all || r.overlaps(&c.in.row.rec) } // a later number
 	}
-	i := 0
 	for _, r := range h.rows[from:to] {
-		for i < len(target) && target[i].start < r.rec.start {
-			p.todo = append(p.todo, target[i])
-			i++
+		for len(target) > 0 && target[0].start < r.rec.start {
+			todo, target = append(todo, row{rec: target[0]}), target[1:]
 		}
-		if i < len(target) && target[i].same(&r.rec) && !force(&r.rec) {
-			p.done = append(p.done, r)
-			i++
-			continue
+		if len(target) > 0 && target[0].same(r.rec) && !force(&r.rec) {
+			done, target = append(done, r), target[1:]
+		} else {
+			old = append(old, r)
 		}
-		old = append(old, r)
 	}
-	p.todo = append(p.todo, target[i:]...)
-	for i := range old {
-		p.replace(&old[i])
+	for _, t := range target {
+		todo = append(todo, row{rec: t})
 	}
-	for len(p.todo) > 0 && p.err == nil {
-		p.useSpare(0)
-	}
-	slices.SortFunc(p.done, func(a, b row) int { return cmp.Compare(a.rec.start, b.rec.start) })
-	h.rows = slices.Replace(h.rows, from, to, p.done...)
-	h.partial = p.err != nil
-	return p.err
+	replaced, err := s.replace(h, c.in, old, todo)
+	done = append(done, replaced...)
+	slices.SortFunc(done, func(a, b row) int { return cmp.Compare(a.rec.start, b.rec.start) })
+	h.rows = slices.Replace(h.rows, from, to, done...)
+	h.partial = err != nil
+	return err
 }
 
-// A placing puts records into slots.
-type placing struct {
-	s    *State
-	h    *holder
-	in   *intent
-	todo []rangeRecord // without a slot
-	done []row
-	err  error
-}
-
-// replace frees the slot of an old row, or gives it to a new record in the range of the row, after
-// all other new records in this range have a slot.
-func (p *placing) replace(old *row) {
-	if p.err != nil {
-		p.done = append(p.done, *old)
-		return
-	}
-	last := -1
-	for i := 0; i < len(p.todo) && p.todo[i].start <= old.rec.end; i++ {
-		if !p.todo[i].overlaps(&old.rec) {
-			continue
+// replace gives the slots of old rows to new ones, and frees those that are left. It returns the
+// rows that are then recorded.
+func (s *State) replace(h *holder, in *intent, old, rows []row) (recorded []row, err error) {
+	put := func(r *row, ref slotfile.Ref) {
+		if ref == 0 && in != nil {
+			ref, in.spare = in.spare, 0
 		}
-		if last >= 0 {
-			if p.useSpare(last); p.err != nil {
-				break
+		if ref == 0 {
+			if ref, err = s.ranges.Reserve(); err != nil {
+				return
 			}
-			i-- // the list is shorter
 		}
-		last = i
+		r.ref, r.rec.owner = ref, h.ref
+		s.put(r)
 	}
-	switch {
-	case p.err != nil:
-		p.done = append(p.done, *old) // its range may have no other record
-	case last >= 0:
-		p.use(last, old.slot)
-	default:
-		p.s.free(old.slot)
+	first := 0 // of the new rows without a slot
+	for i := range old {
+		var last *row // in the range of the old row; it gets the slot after the others have one
+		for j := first; j < len(rows) && rows[j].rec.start <= old[i].rec.end && err == nil; j++ {
+			if rows[j].ref != 0 || !rows[j].rec.overlaps(&old[i].rec) {
+				continue
+			}
+			if last != nil {
+				put(last, 0)
+			}
+			last = &rows[j]
+		}
+		switch {
+		case err != nil:
+			recorded = append(recorded, old[i]) // its range may have no other record
+		case last != nil:
+			put(last, old[i].ref)
+		default:
+			s.ranges.Remove(&old[i].ref)
+		}
+		for first < len(rows) && rows[first].ref != 0 {
+			first++
+		}
 	}
+	for i := range rows {
+		if rows[i].ref == 0 && err == nil {
+			put(&rows[i], 0)
+		}
+		if rows[i].ref != 0 {
+			recorded = append(recorded, rows[i])
+		}
+	}
+	return recorded, err
 }
 
-func (p *placing) useSpare(i int) {
-	var slot slotfile.Slot
-	if in := p.in; in != nil && len(in.spare) > 0 {
-		slot, in.spare = in.spare[len(in.spare)-1], in.spare[:len(in.spare)-1]
-	} else if slot, p.err = p.s.ranges.Alloc(); p.err != nil {
-		return
-	}
-	p.use(i, slot)
-}
-
-// use writes record i of the list into a slot.
-func (p *placing) use(i int, slot slotfile.Slot) {
-	r := row{slot, p.todo[i]}
-	r.rec.owner = p.h.slot
-	p.s.put(&r)
-	p.done = append(p.done, r)
-	if i == 0 { // the usual case, without a move of the others
-		p.todo = p.todo[1:]
-	} else {
-		p.todo = slices.Delete(p.todo, i, i+1)
-	}
-}
-
-// identity returns the identity of the client that the file has. If there is none, it records the
-// one that the arguments give.
-func (s *State) identity(instance *[8]byte, caller string) (kept string, err error) {
+// identity records the identity of the client, or returns the one that the file has.
+func (s *State) identity(r *clientRecord) (*clientRecord, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	kept = caller
-	err = s.client.Each(func(_ slotfile.Slot, b []byte) {
-		if r, ok := decodeClient(b); ok {
-			*instance, kept, s.named = r.instance, r.caller, true
-		}
+	err := s.client.All(func(_ slotfile.Ref, kept *clientRecord) error {
+		r, s.named = kept, true
+		return nil
 	})
-	if err != nil || s.named {
-		return kept, err
+	if err == nil && !s.named {
+		_, err = s.client.Add(r, 0)
+		s.named = err == nil
 	}
-	if len(caller) > maxName {
-		return kept, errors.New("name of this host is too long")
-	}
-	slot, err := s.client.Alloc()
-	if err != nil {
-		return kept, err
-	}
-	s.client.Put(slot, (&clientRecord{*instance, caller}).encode())
-	s.named = true
-	return kept, nil
+	return r, err
 }
 
 // A keptHolder has the records of a holder that an earlier process left.
@@ -437,37 +358,38 @@ type keptHolder struct {
 func (s *State) load() (kept []*keptHolder, invalid int, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	bySlot := make(map[slotfile.Slot]*keptHolder)
+	byRef := make(map[slotfile.Ref]*keptHolder)
 	svids, ids := make(map[uint32]Owner), make(map[Owner]uint32)
-	err = s.owners.Each(func(slot slotfile.Slot, b []byte) {
-		rec, ok := decodeOwner(b)
-		key := lockKey{rec.fh, rec.id}
-		id, svidUsed := svids[rec.svid]
-		svid, idUsed := ids[rec.id]
-		if !ok || s.holders[key] != nil || svidUsed && id != rec.id || idUsed && svid != rec.svid {
-			invalid++
-			s.owners.Free(slot)
-			return
+	err = s.owners.All(func(ref slotfile.Ref, r *ownerRecord) error {
+		if r.valid() {
+			key := r.key()
+			id, svidUsed := svids[r.svid]
+			svid, idUsed := ids[key.id]
+			if s.holders[key] == nil && (!svidUsed || id == key.id) && (!idUsed || svid == r.svid) {
+				svids[r.svid], ids[key.id] = key.id, r.svid
+				k := &keptHolder{key: key, h: &holder{ref: ref, rec: *r}}
+				byRef[ref], s.holders[key] = k, k.h
+				return nil
+			}
 		}
-		svids[rec.svid], ids[rec.id] = rec.id, rec.svid
-		k := &keptHolder{key: key, h: &holder{slot: slot, rec: rec}}
-		bySlot[slot], s.holders[key] = k, k.h
+		invalid++
+		s.owners.Remove(&ref)
+		return nil
 	})
 	if err != nil {
 		return nil, invalid, err
 	}
-	err = s.ranges.Each(func(slot slotfile.Slot, b []byte) {
-		rec, ok := decodeRange(b)
-		k := bySlot[rec.owner]
-		if !ok || k == nil {
-			invalid++
-			s.free(slot)
-			return
+	err = s.ranges.All(func(ref slotfile.Ref, r *rangeRecord) error {
+		if k := byRef[r.owner]; k != nil && r.valid() {
+			s.seq = max(s.seq, r.seq)
+			k.rows = append(k.rows, row{ref, *r})
+			return nil
 		}
-		s.seq = max(s.seq, rec.seq)
-		k.rows = append(k.rows, row{slot, rec})
+		invalid++
+		s.ranges.Remove(&ref)
+		return nil
 	})
-	for _, k := range bySlot {
+	for _, k := range byRef {
 		slices.SortFunc(k.rows, func(a, b row) int { return cmp.Compare(a.rec.seq, b.rec.seq) })
 		for _, r := range k.rows {
 			if r.rec.kind.intent() {
@@ -481,6 +403,7 @@ func (s *State) load() (kept []*keptHolder, invalid int, err error) {
 			continue
 		}
 		slices.SortFunc(k.h.rows, func(a, b row) int { return cmp.Compare(a.rec.start, b.rec.start) })
+		s.copy.put(k.h.ref, &k.h.rec)
 		kept = append(kept, k)
 	}
 	return kept, invalid, err
@@ -502,9 +425,3 @@ func rangesOf(f *file, id Owner, start, end uint64) []rangeRecord {
 }
 
 func keyOf(f *file, id Owner) lockKey { return lockKey{f.fh, id} }
-
-// validFH reports whether b is a file handle.
-func validFH(b []byte) (nfs3.FH, bool) {
-	fh, err := nfs3.NewFH(b)
-	return fh, err == nil && len(b) > 0
-}

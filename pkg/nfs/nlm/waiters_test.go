@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm/nlmwire"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/lockrace"
 )
 
@@ -84,8 +85,8 @@ func TestReleaseLeavesRoomForOthers(t *testing.T) {
 			go func() { results <- c.Lock(t.Context(), cred, fh, l, true) }()
 		}
 		synctest.Wait()
-		before := s.count(nlm.ProcLock)
-		began, proceed := s.hold(nlm.ProcLock, false)
+		before := s.count(nlmwire.ProcLock)
+		began, proceed := s.hold(nlmwire.ProcLock, false)
 		release(t, c, alice)
 		<-began
 		other, cancel := goLock(t, c, exclusive(bob, 1000, 1000), false)
@@ -96,7 +97,7 @@ func TestReleaseLeavesRoomForOthers(t *testing.T) {
 		for range n {
 			wantResult(t, results, nil)
 		}
-		for i, x := range s.received(nlm.ProcLock)[before:] {
+		for i, x := range s.received(nlmwire.ProcLock)[before:] {
 			if start, _ := x.args.Region.Range(); start == 1000 && i > 3 {
 				t.Errorf("the server got %d requests before that of the other program", i)
 			}
@@ -120,9 +121,9 @@ func TestWakeIsPassedOn(t *testing.T) {
 			unlock, lock := make(chan struct{}), make(chan struct{})
 			s.setAnswer(func(x *call) reply {
 				switch {
-				case x.proc == nlm.ProcUnlock:
+				case x.proc == nlmwire.ProcUnlock:
 					<-unlock
-				case x.proc == nlm.ProcLock && x.args.Region.Offset == 0:
+				case x.proc == nlmwire.ProcLock && x.args.Region.Offset == 0:
 					<-lock
 				}
 				return pass

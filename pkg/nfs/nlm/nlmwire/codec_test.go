@@ -1,4 +1,4 @@
-package nlm
+package nlmwire
 
 import (
 	"bytes"
@@ -11,8 +11,8 @@ import (
 )
 
 var sample = Args{Cookie: []byte{1, 2, 3, 4, 5}, Block: true, Exclusive: true, Reclaim: true, State: 7,
-	Region: Region{Caller: "host", FH: []byte{0xf1, 0xf2}, OH: []byte("own"), SVID: 0x40000001, Offset: 1 << 32,
-		Length: 10}}
+	Region: Region{Caller: "host", FH: []byte{0xf1, 0xf2}, OH: []byte("own"), SVID: 0x40000001,
+		Span: Span{1 << 32, 10}}}
 
 const (
 	sampleCookie = "00000005 0102030405000000"
@@ -55,7 +55,7 @@ func TestArgumentBytes(t *testing.T) {
 }
 
 func TestResultBytes(t *testing.T) {
-	holder := Holder{Exclusive: true, SVID: 9, OH: []byte("oh"), Offset: 5, Length: 6}
+	holder := Holder{Exclusive: true, SVID: 9, OH: []byte("oh"), Span: Span{5, 6}}
 	for _, x := range []struct {
 		proc Proc
 		res  Res
@@ -94,24 +94,24 @@ func TestInvalidMessages(t *testing.T) {
 }
 
 func TestMonitorBytes(t *testing.T) {
-	call := monitorCall{name: "me", prog: Program, vers: Version, proc: uint32(ProcNotify)}
+	call := MonitorCall{Name: "me", Prog: Program, Vers: Version, Proc: uint32(ProcNotify)}
 	id := "00000003 73727600 00000002 6d650000 000186b5 00000004 00000010"
-	priv := [nsmPrivSize]byte{15: 0xff}
+	priv := [PrivSize]byte{15: 0xff}
 	want := kit.Unhex(id + "000000000000000000000000000000ff")
-	if got := appendMon(nil, "srv", &call, &priv); !bytes.Equal(got, want) {
+	if got := AppendMon(nil, "srv", &call, &priv); !bytes.Equal(got, want) {
 		t.Errorf("SM_MON: got %x, want %x", got, want)
 	}
-	if got := appendUnmon(nil, "srv", &call); !bytes.Equal(got, kit.Unhex(id)) {
+	if got := AppendUnmon(nil, "srv", &call); !bytes.Equal(got, kit.Unhex(id)) {
 		t.Errorf("SM_UNMON: got %x, want %x", got, kit.Unhex(id))
 	}
-	if ok, state, err := parseMonRes(kit.Unhex("00000000 00000009")); !ok || state != 9 || err != nil {
+	if ok, state, err := ParseMonRes(kit.Unhex("00000000 00000009")); !ok || state != 9 || err != nil {
 		t.Errorf("results of SM_MON: got %v, %d, error %v", ok, state, err)
 	}
-	host, state, err := parseNotify(kit.Unhex("00000003 73727600 0000000b"))
+	host, state, err := ParseNotify(kit.Unhex("00000003 73727600 0000000b"))
 	if host != "srv" || state != 11 || err != nil {
 		t.Errorf("SM_NOTIFY: got %q, %d, error %v", host, state, err)
 	}
-	host, state, got, err := parseStatus(kit.Unhex("00000003 73727600 0000000b 000000000000000000000000000000ff"))
+	host, state, got, err := ParseStatus(kit.Unhex("00000003 73727600 0000000b 000000000000000000000000000000ff"))
 	if host != "srv" || state != 11 || got != priv || err != nil {
 		t.Errorf("callback: got %q, %d, %x, error %v", host, state, got, err)
 	}
@@ -126,11 +126,13 @@ func TestRanges(t *testing.T) {
 		{1<<64 - 1, 1<<64 - 1, maxOffset, maxOffset},
 		{maxOffset, 1, maxOffset, maxOffset},
 	} {
-		if start, end := rangeOf(x.offset, x.length); start != x.start || end != x.end {
+		s := Span{x.offset, x.length}
+		if start, end := s.Range(); start != x.start || end != x.end {
 			t.Errorf("offset %d, length %d: got %d to %d, want %d to %d", x.offset, x.length, start, end, x.start,
 				x.end)
 		}
-		if start, end := rangeOf(x.start, lengthOf(x.start, x.end)); start != x.start || end != x.end {
+		s.SetRange(x.start, x.end)
+		if start, end := s.Range(); start != x.start || end != x.end {
 			t.Errorf("%d to %d: changed to %d to %d", x.start, x.end, start, end)
 		}
 	}
@@ -175,13 +177,10 @@ func FuzzParseRes(f *testing.F) {
 func FuzzParseMonitor(f *testing.F) {
 	f.Add(kit.Unhex("00000003 73727600 0000000b 000000000000000000000000000000ff"))
 	f.Fuzz(func(t *testing.T, b []byte) {
-		host, state, err := parseNotify(b)
-		if host2, state2, _, err2 := parseStatus(b); err2 == nil && (err != nil || host != host2 || state != state2) {
+		host, state, err := ParseNotify(b)
+		if host2, state2, _, err2 := ParseStatus(b); err2 == nil && (err != nil || host != host2 || state != state2) {
 			t.Fatalf("got %q, %d, error %v and %q, %d", host, state, err, host2, state2)
 		}
-		if name, n, freeErr := ParseFreeAll(b); (freeErr == nil) != (err == nil) || name != host || n != state {
-			t.Fatalf("got %q, %d, error %v; want %q, %d", name, n, freeErr, host, state)
-		}
-		_, _, _ = parseMonRes(b)
+		_, _, _ = ParseMonRes(b)
 	})
 }

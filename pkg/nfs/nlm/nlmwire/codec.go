@@ -1,4 +1,4 @@
-package nlm
+package nlmwire
 
 import (
 	"fmt"
@@ -30,7 +30,7 @@ func AppendArgs(b []byte, proc Proc, a *Args) []byte {
 	return b
 }
 
-// ParseArgs decodes the arguments of a procedure. Errors wrap sunrpc.ErrMalformed.
+// ParseArgs decodes the arguments of a procedure.
 func ParseArgs(proc Proc, b []byte, a *Args) error {
 	d := sunrpc.NewDecoder(b)
 	*a = Args{Cookie: d.Opaque(maxCookie)}
@@ -41,7 +41,7 @@ func ParseArgs(proc Proc, b []byte, a *Args) error {
 	case ProcTest, ProcGranted, ProcGrantedMsg:
 		a.Exclusive = d.Bool()
 	}
-	a.Region.Caller = string(d.Opaque(maxName))
+	a.Region.Caller = string(d.Opaque(MaxName))
 	a.Region.FH = d.Opaque(nfs3.FHSize)
 	a.Region.OH = d.Opaque(maxOwner)
 	a.Region.SVID = d.Uint32()
@@ -67,24 +67,16 @@ func AppendRes(b []byte, proc Proc, r *Res) []byte {
 	return sunrpc.AppendUint64(b, r.Holder.Length)
 }
 
-// ParseRes decodes the results of a procedure. Errors wrap sunrpc.ErrMalformed.
+// ParseRes decodes the results of a procedure.
 func ParseRes(proc Proc, b []byte, r *Res) error {
 	d := sunrpc.NewDecoder(b)
 	*r = Res{Cookie: d.Opaque(maxCookie), Stat: Stat(d.Uint32())}
 	if proc == ProcTest && r.Stat == Denied {
-		r.Holder = Holder{Exclusive: d.Bool(), SVID: d.Uint32(), OH: d.Opaque(maxOwner), Offset: d.Uint64(),
-			Length: d.Uint64()}
+		r.Holder = Holder{Exclusive: d.Bool(), SVID: d.Uint32(), OH: d.Opaque(maxOwner),
+			Span: Span{d.Uint64(), d.Uint64()}}
 	}
 	if d.Err() == nil && r.Stat > Failed {
 		d.Fail(fmt.Errorf("%w: %v", sunrpc.ErrMalformed, r.Stat))
 	}
 	return d.Err()
-}
-
-// ParseFreeAll decodes the arguments of FREE_ALL (nlm4_notify): the client that restarted, and its
-// state number. Errors wrap sunrpc.ErrMalformed.
-func ParseFreeAll(b []byte) (name string, state uint32, err error) {
-	d := sunrpc.NewDecoder(b)
-	name, state = string(d.Opaque(maxName)), d.Uint32()
-	return name, state, d.Err()
 }

@@ -1,4 +1,4 @@
-package nlm
+package nlmwire
 
 import (
 	"fmt"
@@ -71,8 +71,8 @@ func (s Stat) String() string {
 	return fmt.Sprintf("invalid nlm4_stats %d", uint32(s))
 }
 
-// errno returns the error that fcntl(2) and flock(2) return for s.
-func (s Stat) errno() syscall.Errno {
+// Errno returns the error that fcntl(2) and flock(2) return for s.
+func (s Stat) Errno() syscall.Errno {
 	switch s {
 	case Granted:
 		return 0
@@ -92,7 +92,7 @@ func (s Stat) errno() syscall.Errno {
 
 // Limits of the protocol in bytes.
 const (
-	maxName   = 1024 // LM_MAXSTRLEN and SM_MAXSTRLEN
+	MaxName   = 1024 // LM_MAXSTRLEN and SM_MAXSTRLEN: names of hosts
 	maxCookie = 32   // as Linux's server; XNFS allows MAXNETOBJ_SZ
 	maxOwner  = 1024 // MAXNETOBJ_SZ
 	// MaxMessage is larger than any message of NLM and NSM, with RPC header and credential.
@@ -102,14 +102,16 @@ const (
 // maxOffset is the last offset of a lock: servers have signed offsets.
 const maxOffset = math.MaxInt64
 
+// A Span is a range of a file.
+type Span struct{ Offset, Length uint64 } // length 0: to the end of the file
+
 // A Region is nlm4_lock: an owner's range of a file.
 type Region struct {
 	Caller string // name of the client's host
 	FH     []byte // file handle
 	OH     []byte // owner handle; opaque to the server
 	SVID   uint32 // process on the client's host
-	Offset uint64
-	Length uint64 // 0: to the end of the file
+	Span
 }
 
 // Args are the arguments of TEST, LOCK, CANCEL, UNLOCK and GRANTED. A procedure uses only some of
@@ -135,29 +137,22 @@ type Holder struct {
 	Exclusive bool
 	SVID      uint32
 	OH        []byte
-	Offset    uint64
-	Length    uint64 // 0: to the end of the file
+	Span
 }
 
-// rangeOf converts offset and length of the protocol to first and last byte.
-func rangeOf(offset, length uint64) (start, end uint64) {
-	start = min(offset, maxOffset)
-	if length == 0 || length > maxOffset-start {
+// Range returns the first and the last byte.
+func (s *Span) Range() (start, end uint64) {
+	start = min(s.Offset, maxOffset)
+	if s.Length == 0 || s.Length > maxOffset-start {
 		return start, maxOffset
 	}
-	return start, start + length - 1
+	return start, start + s.Length - 1
 }
 
-// lengthOf is the reverse of rangeOf.
-func lengthOf(start, end uint64) uint64 {
-	if end >= maxOffset {
-		return 0
+// SetRange sets the first and the last byte.
+func (s *Span) SetRange(start, end uint64) {
+	s.Offset, s.Length = start, 0
+	if end < maxOffset {
+		s.Length = end - start + 1
 	}
-	return end - start + 1
 }
-
-// Range returns the first and the last byte of the region.
-func (r *Region) Range() (start, end uint64) { return rangeOf(r.Offset, r.Length) }
-
-// SetRange sets the first and the last byte of the region.
-func (r *Region) SetRange(start, end uint64) { r.Offset, r.Length = start, lengthOf(start, end) }
