@@ -26,7 +26,7 @@ type handleLocks struct {
 // GetLk handles fcntl(2) with F_GETLK.
 func (fs *FS) GetLk(k *kernel.Request, in *fuse.LkIn, out *fuse.LkOut) fuse.Status {
 	return fs.lockRequest(k, in, func(r *request, h *fileHandle, l nlm.Lock) error {
-		ctx, done := context.WithCancel(r) // what the Client keeps of it must not change with r
+		ctx, done := lockContext(r)
 		defer done()
 		holder, held, err := fs.opts.Locks.Test(ctx, h.cred, h.ino.fh, l)
 		if held && holder.Open != 0 && fs.awaitRelease(ctx, h.ino) { // a lock of this mount
@@ -49,7 +49,7 @@ func (fs *FS) GetLk(k *kernel.Request, in *fuse.LkIn, out *fuse.LkOut) fuse.Stat
 // SetLk handles fcntl(2) with F_SETLK and flock(2) with LOCK_NB.
 func (fs *FS) SetLk(k *kernel.Request, in *fuse.LkIn) fuse.Status {
 	return fs.lockRequest(k, in, func(r *request, h *fileHandle, l nlm.Lock) error {
-		ctx, done := context.WithCancel(r)
+		ctx, done := lockContext(r)
 		defer done()
 		if in.Lk.Typ == syscall.F_UNLCK {
 			return fs.unlock(ctx, r, h, &l)
@@ -66,7 +66,7 @@ func (fs *FS) SetLk(k *kernel.Request, in *fuse.LkIn) fuse.Status {
 // system call where the program asked for that.
 func (fs *FS) SetLkw(k *kernel.Request, in *fuse.LkIn) fuse.Status {
 	return fs.lockRequest(k, in, func(r *request, h *fileHandle, l nlm.Lock) error {
-		ctx, done := context.WithCancel(r)
+		ctx, done := lockContext(r)
 		defer done()
 		if in.Lk.Typ == syscall.F_UNLCK {
 			return fs.unlock(ctx, r, h, &l)
@@ -94,6 +94,21 @@ func (fs *FS) lockRequest(k *kernel.Request, in *fuse.LkIn,
 		return fs.end(r, syscall.EINVAL)
 	}
 	return fs.end(r, do(r, h, l))
+}
+
+// lockContext returns a context that ends with r. A context that is derived from r may use r after its
+// end, when r is another request. The caller must call done before r ends.
+func lockContext(r *request) (ctx context.Context, done func()) {
+	ctx, stop := context.WithCancel(context.Background())
+	ended := r.Done()
+	go func() {
+		select {
+		case <-ended:
+		case <-ctx.Done():
+		}
+		stop()
+	}()
+	return ctx, stop
 }
 
 // lock sets a lock. Locks make the data of clients coherent, as in Linux's client: dirty data is on
@@ -150,7 +165,7 @@ func (fs *FS) flushLocks(r *request, h *fileHandle, owner uint64) {
 	h.locks.flushed = time.Now()
 	h.locks.mu.Unlock()
 	_ = fs.sync(r, h.ino) // the files that are open for writing report the error
-	ctx, done := context.WithCancel(r)
+	ctx, done := lockContext(r)
 	defer done()
 	id := nlm.Owner{Kind: nlm.Posix, ID: owner}
 	_ = fs.opts.Locks.ReleaseOwner(ctx, h.cred, h.ino.fh, id)

@@ -74,7 +74,8 @@ type Message struct {
 
 // A Request is one request of the kernel, from its arrival to the end of its reply, and the context
 // of the calls that are made for it. A transport uses it for one request after the other. Only the
-// goroutine of the request uses it, except for the methods of context.Context and Caller.
+// goroutine of the request uses it, except for the methods of context.Context and Caller. No context
+// may be derived from it, because package context would use it after its end.
 type Request struct {
 	Header *fuse.InHeader
 	Op     Op // OpRename also for OpRename2
