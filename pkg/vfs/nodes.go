@@ -23,7 +23,8 @@ func (fs *FS) GetAttr(k *kernel.Request, in *fuse.GetAttrIn, out *fuse.AttrOut) 
 	err = fs.getattr(r, ino, out)
 	// open(2) asks for attributes to check rights. Pid 0 stands for all callers of other PID
 	// namespaces.
-	if err != nil && nfs.CallErrno(err) == syscall.ESTALE && in.Flags()&fuse.FUSE_GETATTR_FH == 0 && !ino.attr.IsDir() &&
+	if err != nil && nfs.CallErrno(err) == syscall.ESTALE && in.Flags()&fuse.FUSE_GETATTR_FH == 0 &&
+		!ino.attr.IsDir() &&
 		r.pid != 0 {
 		fs.reopens.expect(r.pid)
 	}

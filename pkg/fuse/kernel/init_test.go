@@ -33,7 +33,8 @@ func TestInitReply(t *testing.T) {
 		{"old", 23, 1 << 20, 16, 64, func(o *fuse.InitOut) { o.Minor, o.Flags2 = 23, 0 }},
 		{"short reply", 22, 1 << 20, 16, 24, func(o *fuse.InitOut) { o.Minor, o.Flags2 = 22, 0 }},
 	} {
-		in := fuse.InitIn{Major: 7, Minor: c.minor, MaxReadAhead: c.readAhead, Flags: math.MaxUint32, Flags2: math.MaxUint32}
+		in := fuse.InitIn{Major: 7, Minor: c.minor, MaxReadAhead: c.readAhead, Flags: math.MaxUint32,
+			Flags2: math.MaxUint32}
 		in.Opcode, in.Unique = uint32(OpInit), 2
 		reply, err := NewHandler(newTestFS(), opts).Negotiate(bytesOf(&in)[:inHeaderSize+c.in])
 		kit.Must(t, err)

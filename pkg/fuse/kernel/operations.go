@@ -148,7 +148,7 @@ type (
 	}
 	setXAttrIn struct {
 		fuse.InHeader
-		size, flags uint32
+		size, _ uint32
 	}
 	batchForgetIn struct {
 		fuse.InHeader
@@ -179,15 +179,17 @@ func inOut[I, O any](name string, e effect, do func(FileSystem, *Request, *I, *O
 }
 
 func inNameOut[I, O any](name string, do func(FileSystem, *Request, *I, string, *O) fuse.Status) operation {
-	return operation{name, sizeOf[I](), replyOf[O](), oneName, nil, changes, func(fs FileSystem, r *Request) fuse.Status {
-		return do(fs, r, arg[I](r), r.name, result[O](r))
-	}}
+	return operation{name, sizeOf[I](), replyOf[O](), oneName, nil, changes,
+		func(fs FileSystem, r *Request) fuse.Status {
+			return do(fs, r, arg[I](r), r.name, result[O](r))
+		}}
 }
 
 func named(name string, strings func(*Request) bool, do func(FileSystem, *Request, string) fuse.Status) operation {
-	return operation{name, inHeaderSize, headerSize, strings, nil, changes, func(fs FileSystem, r *Request) fuse.Status {
-		return do(fs, r, r.name)
-	}}
+	return operation{name, inHeaderSize, headerSize, strings, nil, changes,
+		func(fs FileSystem, r *Request) fuse.Status {
+			return do(fs, r, r.name)
+		}}
 }
 
 func list(name string, do func(FileSystem, *Request, *fuse.ReadIn, *fuse.DirEntryList) fuse.Status) operation {

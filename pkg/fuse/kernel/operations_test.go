@@ -117,7 +117,8 @@ func TestOperations(t *testing.T) {
 		{"FORGET", message(OpForget, fuse.ForgetIn{Nlookup: 3}, ""), `['\x02' '\x03']`, ""},
 		{"BATCH_FORGET", message(OpBatchForget, batchForgetIn{count: 1}, text(forgetOne{4, 5})), `['\x04' '\x05']`, ""},
 		{"BATCH_FORGET, short", message(OpBatchForget, batchForgetIn{count: 2}, text(forgetOne{4, 5})[:15]), "", ""},
-		{"SYMLINK", message(OpSymlink, fuse.InHeader{}, "name\x00../to\x00"), `["symlink" "name" "../to"]`, text(entry)},
+		{"SYMLINK", message(OpSymlink, fuse.InHeader{}, "name\x00../to\x00"), `["symlink" "name" "../to"]`,
+			text(entry)},
 		{"MKDIR", message(OpMkdir, fuse.MkdirIn{Mode: '7'}, "name\x00"), `["mkdir" '7' "name"]`, text(fuse.EntryOut{})},
 		{"UNLINK", message(OpUnlink, fuse.InHeader{}, "name\x00"), `["unlink" "name"]`, ""},
 		{"UNLINK, extended", message(OpUnlink, extended, "name\x00extended"), `["unlink" "name"]`, ""},
@@ -134,7 +135,8 @@ func TestOperations(t *testing.T) {
 		{"LISTXATTR", message(OpListXAttr, fuse.GetXAttrIn{Size: 9}, ""), "", "a list"},
 		{"poll file", message(OpLookup, fuse.InHeader{NodeId: fuse.FUSE_ROOT_ID}, PollFile+"\x00"), "",
 			text(fuse.EntryOut{NodeId: pollNode, Attr: fuse.Attr{Ino: pollNode, Mode: 0o100644, Nlink: 1}})},
-		{"poll file, RELEASE", message(OpRelease, fuse.ReleaseIn{InHeader: fuse.InHeader{NodeId: pollNode}}, ""), "", ""},
+		{"poll file, RELEASE", message(OpRelease, fuse.ReleaseIn{InHeader: fuse.InHeader{NodeId: pollNode}}, ""), "",
+			""},
 		{"poll file, FORGET", message(OpForget, fuse.ForgetIn{InHeader: fuse.InHeader{NodeId: pollNode}}, ""), "", ""},
 	} {
 		fs, r := &argsFS{testFS: newTestFS()}, &recorder{room: 1 << 20}
@@ -214,7 +216,8 @@ func TestRequestsDoNotAllocate(t *testing.T) {
 	fs.read = func(*Request, *fuse.ReadIn) ([][]byte, fuse.Status) { return data, fuse.OK }
 	h := NewHandler(&quietFS{fs}, options(&logBuffer{}))
 	w := (&DevFuse{Handler: h, fd: open(t, "/dev/null", unix.O_WRONLY)}).newWorker()
-	for _, m := range []Message{message(OpLookup, fuse.InHeader{}, "name\x00"), message(OpGetAttr, fuse.GetAttrIn{}, ""),
+	for _, m := range []Message{message(OpLookup, fuse.InHeader{}, "name\x00"), message(OpGetAttr, fuse.GetAttrIn{},
+		""),
 		message(OpOpen, fuse.OpenIn{}, ""), message(OpRead, fuse.ReadIn{Size: 4096}, ""),
 		message(OpWrite, fuse.WriteIn{Size: 4}, "data"), message(OpRelease, fuse.ReleaseIn{}, ""),
 		message(OpFlush, fuse.FlushIn{}, ""), message(OpForget, fuse.ForgetIn{}, "")} {

@@ -166,7 +166,8 @@ func TestRequestOf(t *testing.T) {
 	fs.lookup = func(r *Request) fuse.Status {
 		ctx, cancel := context.WithCancel(r)
 		defer cancel()
-		if RequestOf(ctx) != r || RequestOf(context.Background()) != nil || r.Tag != nil || r.Calls != 0 || r.Bytes != 0 {
+		if RequestOf(ctx) != r || RequestOf(context.Background()) != nil || r.Tag != nil || r.Calls != 0 ||
+			r.Bytes != 0 {
 			t.Errorf("got request %p with %+v, want %p as new", RequestOf(ctx), r, r)
 		}
 		caller[0], caller[1] = r.Caller()

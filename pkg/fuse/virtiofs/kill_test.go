@@ -37,7 +37,8 @@ func TestKillAtSteps(t *testing.T) {
 	v.mount()
 	q := v.queues[1]
 	q.create(1, "begin")
-	reply, errno := q.do(encode(v, kernel.OpCreate, 1, fuse.CreateIn{Flags: appendFlags, Mode: 0o644}, "lines\x00"), 256)
+	reply, errno := q.do(encode(v, kernel.OpCreate, 1, fuse.CreateIn{Flags: appendFlags, Mode: 0o644}, "lines\x00"),
+		256)
 	lines := out[fuse.CreateOut](t, reply, errno)
 	want := ""
 	for i := 0; s.kills.Load() < int64(n) && !t.Failed(); i++ {

@@ -6,8 +6,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
-// The types of RFC 1813 that do not depend on the version are those of package nfs. Here they have
-// the names of the RFC where codecs and servers use them.
+// FH and the types below are those of package nfs under the names of RFC 1813.
 type (
 	FH         = nfs.Handle
 	Time3      = nfs.Time

@@ -5,6 +5,7 @@ package data
 // it.
 type Pieces [][]byte
 
+// Size returns the number of bytes.
 func (p Pieces) Size() (n int) {
 	for _, b := range p {
 		n += len(b)

@@ -6,9 +6,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 )
 
-// room reports whether the table has room for another name of a directory: fewer names than limit. It first removes expired
-// names of the directory when it has many, and names of any directories when the table is full. The
-// caller holds d.mu.
+// room reports whether the table has room for another name of a directory: fewer names than limit. It
+// first removes expired names of the directory when it has many, and names of any directories when
+// the table is full. The caller holds d.mu.
 func (t *Table) room(d *Dir, limit int64) bool {
 	if es := d.entries; len(es.names) >= max(es.sweepAt, minSweep) {
 		t.sweep(d, attr.Now())
