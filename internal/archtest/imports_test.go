@@ -47,8 +47,8 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/server/nlmd", "internal/fair pkg/nfs/nfs3 pkg/nfs/nlm/nlmwire pkg/nfs/rangelock pkg/sunrpc"},
 	{"internal/server/svcrdma", "internal/fair pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
 	{"pkg/vfs", "internal/fair internal/pace pkg/fuse/kernel pkg/fuse/mountpoint pkg/keep/slotfile pkg/membuf " +
-		"pkg/nfs pkg/nfs/nfsacl pkg/nfs/nlm pkg/nfs/rangelock pkg/observe/stats pkg/sunrpc pkg/vfs/attr " +
-		"pkg/vfs/data pkg/vfs/name"},
+		"pkg/nfs pkg/nfs/nfsacl pkg/nfs/nlm pkg/nfs/rangelock pkg/observe/stats pkg/sunrpc pkg/vfs/acl " +
+		"pkg/vfs/attr pkg/vfs/data pkg/vfs/name"},
 	{"pkg/fuse/virtiofs", "pkg/fuse/kernel pkg/keep/slotfile pkg/observe/ledger"},
 	{"pkg/nfs/nlm", "internal/fair internal/pace internal/resvport internal/running pkg/keep/slotfile " +
 		"pkg/nfs/mountd pkg/nfs/nfs3 pkg/nfs/nlm/nlmwire pkg/nfs/rangelock pkg/observe/stats pkg/sunrpc " +
@@ -116,6 +116,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"test/scale", ""},
 	{"pkg/observe/otlp", "pkg/control pkg/observe/ledger pkg/observe/stats"},
 	{"pkg/fuse/mountpoint", "pkg/fuse/kernel"},
+	{"pkg/vfs/acl", "pkg/nfs pkg/nfs/nfsacl pkg/sunrpc pkg/vfs/attr"},
 }
 
 // isTest reports whether a package is for tests only.

@@ -2,8 +2,6 @@ package vfs
 
 import (
 	"context"
-	"errors"
-	"sync"
 	"syscall"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
@@ -11,65 +9,43 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
-	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/acl"
 )
 
 // POSIX ACLs are the extended attributes system.posix_acl_access and system.posix_acl_default. The
 // client gets and sets them with NFSACL. NFSv3 has no other extended attributes.
 
-// maxCachedACL is the maximum number of entries of ACLs that are cached. It bounds the memory that
-// a server can make the client use for one inode.
-const maxCachedACL = 32
-
-// nodeACLs are the ACLs of a node.
-type nodeACLs struct {
-	mu    sync.Mutex
-	known bool
-	acls  nfsacl.ACLs
-	ctime nfs.Time // of the node at that time
-	// changed is the clock of the last change by this mount that may change the ACLs. Replies to
-	// earlier GETACLs are outdated.
-	changed uint64
-}
-
-// aclsOf returns the ACLs of a node. It makes unknown ones when there are none.
-func aclsOf(ino *inode) *nodeACLs {
-	if c := ino.acls.Load(); c != nil {
-		return c
+// aclsOf returns what is known of the ACLs of a node.
+func aclsOf(ino *inode) *acl.State {
+	if s := ino.acls.Load(); s != nil {
+		return s
 	}
-	ino.acls.CompareAndSwap(nil, new(nodeACLs))
+	ino.acls.CompareAndSwap(nil, new(acl.State))
 	return ino.acls.Load()
 }
 
-// keepACLs keeps the ACLs of a node after a reply to a change by this mount that does not change them.
-func (ino *inode) keepACLs(ch *nfs.Change) {
-	c := ino.acls.Load()
-	if c == nil || !ch.HasBefore || !ch.HasAfter {
-		return
-	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.ctime == ch.Before.Ctime {
-		c.ctime = ch.After.Ctime // a new entry or new data did not change the ACL
-	}
+func (fs *FS) aclNode(ino *inode) acl.Node {
+	return acl.Node{Handle: ino.fh, Attr: &ino.attr, State: aclsOf(ino),
+		Update: func(a *nfs.Attr, start uint64) bool { return fs.updateAttr(ino, a, start) }}
 }
 
-// probeACL asks the server once whether it supports NFSACL. The error is that of the transport.
-func (fs *FS) probeACL(ctx context.Context, cred []byte, client *nfsacl.Client) error {
+// setACLs prepares the cache of ACLs, if the server supports NFSACL. The error is that of the transport.
+func (fs *FS) setACLs(ctx context.Context, cred []byte, client *nfsacl.Client) error {
 	if client == nil {
 		return nil
 	}
-	err := client.Null(ctx, cred)
-	var accept *sunrpc.AcceptError
-	var denied *sunrpc.DeniedError
-	switch {
-	case err == nil:
-		fs.acl = client
-	case errors.As(err, &accept), errors.As(err, &denied):
-	default:
-		return err
+	ok, err := acl.Supported(ctx, cred, client)
+	if ok {
+		fs.acl = &acl.Cache{Client: client, Attrs: &fs.attrs, Busy: &fs.busy, Spawn: fs.spawn}
 	}
-	return nil
+	return err
+}
+
+// stopACLs ends the calls that get ACLs ahead.
+func (fs *FS) stopACLs() {
+	if fs.acl != nil {
+		fs.acl.Stop()
+	}
 }
 
 // SupportsACLs reports whether the server supports NFSACL and the client uses it.
@@ -97,17 +73,17 @@ func (fs *FS) getXAttr(r *request, ino *inode, name string, dest []byte) (n int,
 	if err != nil {
 		return 0, err
 	}
-	acl := acls.Access
+	value := acls.Access
 	if name == nfsacl.XattrDefault {
-		acl = acls.Default
+		value = acls.Default
 	}
-	if len(acl) == 0 {
+	if len(value) == 0 {
 		return 0, syscall.ENODATA
 	}
-	if n = acl.XattrSize(); n > len(dest) {
+	if n = value.XattrSize(); n > len(dest) {
 		return n, syscall.ERANGE
 	}
-	acl.AppendXattr(dest[:0])
+	value.AppendXattr(dest[:0])
 	return n, nil
 }
 
@@ -154,11 +130,11 @@ func (fs *FS) SetXAttr(k *kernel.Request, name string, value []byte) fuse.Status
 	if err != nil {
 		return fs.end(r, err)
 	}
-	acl, err := nfsacl.ParseXattr(value)
+	list, err := nfsacl.ParseXattr(value)
 	if err != nil {
 		return fs.end(r, syscall.EINVAL)
 	}
-	return fs.end(r, fs.setACL(r, ino, name, acl))
+	return fs.end(r, fs.setACL(r, ino, name, list))
 }
 
 // RemoveXAttr handles removexattr(2).
@@ -173,119 +149,48 @@ func (fs *FS) RemoveXAttr(k *kernel.Request, name string) fuse.Status {
 	return fs.end(r, err)
 }
 
+// countACL records a request for the ACL of ino at the directory that listed ino.
+func (fs *FS) countACL(ino *inode, cred []byte) {
+	if dir := fs.inodes.get(ino.dir.Place().Dir); dir != nil {
+		dir.dir.CountACL(cred)
+	}
+}
+
 // acls returns the ACLs of a node. An ACL that says no more than the mode is left out.
 func (fs *FS) acls(r *request, ino *inode) (nfsacl.ACLs, error) {
-	acls, err := fs.sharedACLs(r, r.cred, ino)
+	acls, err := fs.acl.Get(r, r.cred, fs.aclNode(ino))
 	if err != nil {
-		return acls, fs.checkStale(ino, aclError(err))
+		return acls, fs.checkStale(ino, acl.Errno(err))
 	}
 	return acls, nil
 }
 
-// sharedACLs is acls, with the error of the call. It waits for a call of another goroutine, once.
-func (fs *FS) sharedACLs(ctx context.Context, cred []byte, ino *inode) (nfsacl.ACLs, error) {
-	if acls, ok := fs.cachedACLs(ino); ok {
-		return acls, nil
-	}
-	done := fs.aclCalls.begin(ino)
-	if done == nil {
-		defer fs.aclCalls.end(ino)
-		return fs.askACLs(ctx, cred, ino)
-	}
-	select {
-	case <-done:
-	case <-ctx.Done():
-		return nfsacl.ACLs{}, syscall.EINTR
-	}
-	if acls, ok := fs.cachedACLs(ino); ok {
-		return acls, nil
-	}
-	return fs.askACLs(ctx, cred, ino) // the other call failed, or its reply is not cacheable
-}
-
-// cachedACLs returns the ACLs of a node if they are known.
-func (fs *FS) cachedACLs(ino *inode) (acls nfsacl.ACLs, ok bool) {
-	c, v := ino.acls.Load(), fs.attrs.View(&ino.attr)
-	if c == nil || !v.Fresh {
-		return acls, false
-	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.acls, c.known && c.ctime == v.Ctime
-}
-
-// askACLs asks the server for the ACLs of a node.
-func (fs *FS) askACLs(ctx context.Context, cred []byte, ino *inode) (nfsacl.ACLs, error) {
-	mask := uint32(nfsacl.MaskAccess | nfsacl.MaskAccessCount)
-	if ino.attr.IsDir() {
-		mask = nfsacl.MaskAll
-	}
-	for try := 0; ; try++ {
-		var attr nfs.PostOpAttr
-		start := fs.attrs.Now()
-		acls, err := fs.acl.Get(ctx, cred, ino.fh, mask, &attr)
-		if fs.busy.Retry(ctx, err, try) {
-			continue
-		}
-		if err != nil {
-			return acls, err
-		}
-		if acls.Access.Minimal() {
-			acls.Access = nil
-		}
-		if attr.Present && fs.updateAttr(ino, &attr.Attr, start) &&
-			max(len(acls.Access), len(acls.Default)) <= maxCachedACL {
-			c := aclsOf(ino)
-			c.mu.Lock()
-			if start >= c.changed {
-				c.known, c.acls, c.ctime = true, acls, attr.Ctime
-			}
-			c.mu.Unlock()
-		}
-		return acls, nil
-	}
-}
-
-// dropACLs drops the ACLs of a node after a reply to a call that may have changed them, and makes
-// askACLs ignore replies to calls that were sent before.
+// dropACLs drops the ACLs of a node after a reply to a call that may have changed them.
 func (fs *FS) dropACLs(ino *inode) {
-	if fs.acl == nil {
-		return
+	if fs.acl != nil {
+		aclsOf(ino).Drop(&fs.attrs.Clock)
 	}
-	c := aclsOf(ino)
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.known, c.acls, c.changed = false, nfsacl.ACLs{}, fs.attrs.Tick()
-}
-
-// aclError returns EOPNOTSUPP when the server has stopped to support NFSACL.
-func aclError(err error) error {
-	var accept *sunrpc.AcceptError
-	if errors.As(err, &accept) {
-		return syscall.EOPNOTSUPP
-	}
-	return err
 }
 
 // setACL replaces one ACL of a node. An empty access ACL stands for that of the mode. A server
 // replaces both ACLs of a directory, so the call also contains the other one.
-func (fs *FS) setACL(r *request, ino *inode, name string, acl nfsacl.ACL) error {
+func (fs *FS) setACL(r *request, ino *inode, name string, value nfsacl.ACL) error {
 	dir := ino.attr.IsDir()
 	if name == nfsacl.XattrDefault && !dir {
-		if len(acl) == 0 {
+		if len(value) == 0 {
 			return nil
 		}
 		return syscall.EACCES // as Linux's local file systems
 	}
-	acls := nfsacl.ACLs{Mask: nfsacl.MaskAccess, Access: acl}
+	acls := nfsacl.ACLs{Mask: nfsacl.MaskAccess, Access: value}
 	if dir {
-		current, err := fs.askACLs(r, r.cred, ino) // another client may have changed the other ACL
+		current, err := fs.acl.Ask(r, r.cred, fs.aclNode(ino)) // another client may have changed the other ACL
 		if err != nil {
-			return fs.checkStale(ino, aclError(err))
+			return fs.checkStale(ino, acl.Errno(err))
 		}
 		acls.Mask |= nfsacl.MaskDefault
 		if acls.Default = current.Default; name == nfsacl.XattrDefault {
-			acls.Access, acls.Default = current.Access, acl
+			acls.Access, acls.Default = current.Access, value
 		}
 	}
 	if err := fs.sync(r, ino); err != nil { // the new ACL may forbid a later COMMIT
@@ -298,16 +203,16 @@ func (fs *FS) setACL(r *request, ino *inode, name string, acl nfsacl.ACL) error 
 	if len(acls.Access) == 0 {
 		acls.Access = nfsacl.FromMode(a.Mode)
 	}
-	return fs.setACLs(r, ino, &acls, nfsacl.Owner{UID: a.UID, GID: a.GID})
+	return fs.sendACLs(r, ino, &acls, nfsacl.Owner{UID: a.UID, GID: a.GID})
 }
 
-// setACLs sends a SETACL and stores the attributes of the reply.
-func (fs *FS) setACLs(r *request, ino *inode, acls *nfsacl.ACLs, owner nfsacl.Owner) error {
+// sendACLs sends a SETACL and stores the attributes of the reply.
+func (fs *FS) sendACLs(r *request, ino *inode, acls *nfsacl.ACLs, owner nfsacl.Owner) error {
 	fs.invalidateAttr(ino)
 	for try := 0; ; try++ {
 		var attr nfs.PostOpAttr
 		start := fs.attrs.Now()
-		err := fs.acl.Set(r, r.cred, ino.fh, acls, owner, &attr)
+		err := fs.acl.Client.Set(r, r.cred, ino.fh, acls, owner, &attr)
 		fs.dropACLs(ino)
 		if fs.busy.Retry(r, err, try) {
 			continue
@@ -315,7 +220,7 @@ func (fs *FS) setACLs(r *request, ino *inode, acls *nfsacl.ACLs, owner nfsacl.Ow
 		fs.dropAttr(ino) // the mode has changed
 		if err != nil {
 			fs.invalidateAttr(ino)
-			return fs.checkStale(ino, aclError(err))
+			return fs.checkStale(ino, acl.Errno(err))
 		}
 		fs.attrs.NewEpoch(&ino.attr)
 		fs.updateChange(ino, &nfs.Change{HasAfter: attr.Present, After: attr.Attr}, start, true)

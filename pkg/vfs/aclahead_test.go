@@ -11,6 +11,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/acl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/name"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
@@ -107,7 +108,7 @@ func TestACLsAreFetchedAhead(t *testing.T) {
 		}
 	})
 	var calls []context.Context
-	for range aclAheadCalls {
+	for range acl.AheadCalls {
 		calls = append(calls, <-ahead)
 	}
 	m.unmount(t)

@@ -65,7 +65,7 @@ func (fs *FS) updateAttr(ino *inode, a *nfs.Attr, start uint64) bool {
 // updateChange is attr.Cache.Changed. When another client changed a directory, its names expire.
 func (fs *FS) updateChange(ino *inode, ch *nfs.Change, start uint64, alone bool) {
 	foreign := fs.attrs.Changed(&ino.attr, ch, start, alone)
-	ino.keepACLs(ch)
+	ino.acls.Load().Keep(ch)
 	if foreign {
 		fs.expireAll(ino)
 	}

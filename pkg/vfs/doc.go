@@ -19,7 +19,6 @@
 //	pagecache.go  when the kernel drops cached pages
 //	stale.go      names in stale directories
 //	acl.go        POSIX ACLs (NFSACL), the umask
-//	aclahead.go   ACLs of files that a program lists, before it asks for them
 //	nodes.go      GETATTR, SETATTR, ACCESS, READLINK, FSSTAT
 //	names.go      LOOKUP and the procedures that make names (RFC 1813 §3.3.3, §3.3.8 to §3.3.11, §3.3.15)
 //	lookupcache.go lookups without a LOOKUP; package name has what is known of names
@@ -92,8 +91,8 @@
 // credentials.mu and busyReads.mu each guard their fields.
 //
 // inodeTable.mu guards the maps, lookup counts, open counts and removals in flight. attr.State,
-// attr.Rights, name.Dir, data.File and nodeACLs of a node have locks. State.mu guards the records of
-// requests. handleLocks.mu guards the lock owners of one open file. reopens.mu, aclCalls, aclsAhead and
+// attr.Rights, name.Dir, data.File and acl.State of a node have locks. State.mu guards the records of
+// requests. handleLocks.mu guards the lock owners of one open file. reopens.mu and
 // FS.handles each guard one table. Code that may panic unlocks with defer.
 //
 // dirHandle.mu serializes the reads of one open directory. No other lock is held during an RPC.

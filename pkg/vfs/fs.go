@@ -17,6 +17,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/acl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/name"
@@ -141,7 +142,7 @@ type FS struct {
 
 	server     nfs.Server
 	busy       nfs.BusyPolicy
-	acl        *nfsacl.Client // nil: no ACLs, or the server does not support NFSACL
+	acl        *acl.Cache // nil: no ACLs, or the server does not support NFSACL
 	opts       Options
 	state      *State // nil if the mount is not kept
 	buffers    *membuf.Pool
@@ -176,8 +177,6 @@ type FS struct {
 
 	returned    atomic.Int64 // room of returnedNames
 	reopens     reopens
-	aclCalls    aclCalls
-	aclsAhead   aclsAhead
 	noPlus      atomic.Bool    // the server does not support READDIRPLUS
 	maxFileSize uint64         // the server's limit in bytes; set before the FS is used
 	work        sync.WaitGroup // goroutines that write back
@@ -226,7 +225,7 @@ func New(ctx context.Context, server nfs.Server, root nfs.Handle, opts Options) 
 	if err != nil {
 		return nil, fmt.Errorf("vfs: get server limits (FSINFO): %w", err)
 	}
-	if err := fs.probeACL(ctx, cred, opts.ACL); err != nil {
+	if err := fs.setACLs(ctx, cred, opts.ACL); err != nil {
 		return nil, fmt.Errorf("vfs: ask the server for ACLs: %w", err)
 	}
 	if fs.maxFileSize = info.MaxFileSize; fs.maxFileSize == 0 || fs.maxFileSize > math.MaxInt64 {
@@ -321,7 +320,7 @@ func (fs *FS) Inodes() int { return fs.inodes.len() }
 // an error. Abort does not block.
 func (fs *FS) Abort() {
 	fs.abortOnce.Do(func() { close(fs.aborted) })
-	fs.aclsAhead.stop()
+	fs.stopACLs()
 	fs.requests.Abort()
 }
 
@@ -338,7 +337,7 @@ func (fs *FS) isAborted() bool {
 // unmounted. When ctx ends, Close discards the remaining data as Abort does.
 func (fs *FS) Close(ctx context.Context) {
 	fs.closeOnce.Do(func() { close(fs.closed) })
-	fs.aclsAhead.stop() // do not wait for a server that does not answer
+	fs.stopACLs() // do not wait for a server that does not answer
 	fs.endWatch()
 	fs.data.Flush(ctx, 0) // the writers got their errors from close(2)
 	fs.data.StopTimer()

@@ -8,6 +8,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/acl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/attr"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/name"
@@ -34,7 +35,7 @@ type inode struct {
 	// A mount can have millions of nodes, and most are only looked up. What few of them need is
 	// behind a pointer.
 	rights atomic.Pointer[attr.Rights] // see grants
-	acls   atomic.Pointer[nodeACLs]    // see aclsOf
+	acls   atomic.Pointer[acl.State]   // see aclsOf
 	silly  atomic.Pointer[sillyName]   // current name of a removed file that is still open
 	data   atomic.Pointer[data.File]   // nil until it is needed; see FS.written
 

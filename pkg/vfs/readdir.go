@@ -10,6 +10,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/acl"
 )
 
 // maxDirReplies bounds the replies of one pass through a directory. Without it, a server whose
@@ -136,7 +137,7 @@ func (fs *FS) ReadDir(k *kernel.Request, in *fuse.ReadIn, out *fuse.DirEntryList
 // ReadDirPlus handles getdents(2) and returns names with the result of a lookup for each.
 func (fs *FS) ReadDirPlus(k *kernel.Request, in *fuse.ReadIn, out *fuse.DirEntryList) fuse.Status {
 	r := fs.begin(k)
-	var listed []*inode // whose ACLs will be needed
+	var listed []acl.Node // whose ACLs will be needed
 	var dir *dirHandle
 	wantACLs := false
 	err := fs.readDir(r, in, true, func(d *dirHandle, e *dirEntry) bool {
@@ -145,15 +146,15 @@ func (fs *FS) ReadDirPlus(k *kernel.Request, in *fuse.ReadIn, out *fuse.DirEntry
 			return false
 		}
 		if dir == nil {
-			dir, wantACLs = d, fs.wantsACLs(d.ino, d.cred)
+			dir, wantACLs = d, fs.acl != nil && !fs.opts.NoAC && d.ino.dir.WantsACLs(d.cred)
 		}
 		if ino := fs.fillPlus(d, e, entry); ino != nil && wantACLs && e.attr.Attr.Type != nfs.Symlink {
-			listed = append(listed, ino)
+			listed = append(listed, fs.aclNode(ino))
 		}
 		return true
 	})
 	if len(listed) > 0 {
-		fs.fetchACLs(dir.cred, listed)
+		fs.acl.Fetch(dir.cred, listed)
 	}
 	return fs.end(r, err)
 }

@@ -27,7 +27,7 @@ func (fs *FS) setData() {
 		Spawn: fs.spawn, Recovered: fs.recovered,
 		Check:     func(f *data.File, err error) error { return fs.checkStale(nodeOf(f), err) },
 		Invalid:   func(f *data.File, reason string) error { return fs.invalidReply(nodeOf(f), reason) },
-		Written:   func(f *data.File, ch *nfs.Change) { nodeOf(f).keepACLs(ch) },
+		Written:   func(f *data.File, ch *nfs.Change) { nodeOf(f).acls.Load().Keep(ch) },
 		Failed:    fs.keepFileError,
 		Restarted: fs.serverRestarted, DropPages: fs.dropRange, Lost: fs.reportLoss})
 }
