@@ -24,10 +24,17 @@ func (fs *FS) setCaches() {
 
 // expireName makes the kernel look a name up again. A kernel that cannot expire a name removes the name
 // instead. A process in the directory could then not determine its path.
-func (fs *FS) expireName(dir uint64, name string, isDir bool) {
-	if d := fs.device.Load(); d != nil && (fs.expireOnly.Load() || !isDir) && !fs.isAborted() {
-		_ = d.ExpireEntry(dir, name)
+func (fs *FS) expireName(dir uint64, name string, node uint64) {
+	d := fs.device.Load()
+	if d == nil || fs.isAborted() {
+		return
 	}
+	if !fs.expireOnly.Load() {
+		if ino := fs.inodes.get(node); ino != nil && ino.attr.IsDir() {
+			return
+		}
+	}
+	_ = d.ExpireEntry(dir, name)
 }
 
 // expireAll makes the kernel look all names of a directory up again.
@@ -39,8 +46,7 @@ func (fs *FS) expireAll(dir *inode) {
 // sent at start.
 func (fs *FS) cacheName(dir *inode, name string, start uint64, out *fuse.EntryOut) {
 	if timeout := out.EntryTimeout(); timeout > 0 {
-		isDir := out.NodeId != 0 && out.Attr.Mode&syscall.S_IFMT == syscall.S_IFDIR
-		out.SetEntryTimeout(fs.names.CacheInKernel(&dir.dir, &dir.attr, name, isDir, start, timeout))
+		out.SetEntryTimeout(fs.names.CacheInKernel(&dir.dir, &dir.attr, name, out.NodeId, start, timeout))
 	}
 }
 

@@ -25,10 +25,13 @@ type Chain struct {
 
 var chainSeed = maphash.MakeSeed()
 
+// stampSum returns a hash of a state.
+func stampSum(s nfs.Stamp) uint64 { return maphash.Comparable(chainSeed, s) }
+
 // contentSum returns a hash of a state without the ctime, which renames and links also change.
 func contentSum(s nfs.Stamp) uint64 {
 	s.Ctime = nfs.Time{}
-	return maphash.Comparable(chainSeed, s)
+	return stampSum(s)
 }
 
 // compare orders the states of a file that only grows.
@@ -65,7 +68,8 @@ func (s *State) endChain(c *Chain) {
 	c.active = false
 	s.attr.Size, s.attr.Mtime, s.attr.Ctime = c.last.Size, c.last.Mtime, c.last.Ctime
 	if s.pagesKnown {
-		s.pages, s.pagesKnown = c.last, c.unknown || c.sum == contentSum(c.last)
+		s.setPages(c.last)
+		s.pagesKnown = c.unknown || c.sum == contentSum(c.last)
 	}
 }
 

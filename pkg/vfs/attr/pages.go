@@ -9,6 +9,14 @@ import (
 // unknownPages is the state of the kernel's pages of a file after a restart.
 var unknownPages = nfs.Stamp{Size: math.MaxUint64}
 
+// setPages sets the state of the pages. The caller holds mu.
+func (s *State) setPages(now nfs.Stamp) {
+	if s.pages == nil {
+		s.pages = new(nfs.Stamp)
+	}
+	*s.pages = now
+}
+
 // Buffer records that a file is opened for I/O through the kernel's pages.
 func (s *State) Buffer() {
 	s.mu.Lock()
@@ -23,9 +31,10 @@ func (s *State) Revalidate(a *nfs.Attr, cacheable bool) (unchanged, drop bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	now := a.Stamp()
-	unchanged = cacheable && s.pagesKnown && s.drops == 0 && s.pages == now
-	drop = !unchanged && s.pages != (nfs.Stamp{}) // before the first open there are no pages
-	s.pages, s.pagesKnown = now, cacheable
+	unchanged = cacheable && s.pagesKnown && s.drops == 0 && *s.pages == now
+	drop = !unchanged && s.pages != nil // before the first open there are no pages
+	s.setPages(now)
+	s.pagesKnown = cacheable
 	if drop {
 		s.drops++
 		s.unsent = s.valid // the kernel also drops the attributes
@@ -54,7 +63,8 @@ func (s *State) BeginDropOutdated() bool {
 	defer s.mu.Unlock()
 	outdated := s.attr.Type == nfs.Regular && s.known && s.valid && !s.pagesKnown
 	if outdated {
-		s.pages, s.pagesKnown = s.attr.Stamp(), true
+		s.setPages(s.attr.Stamp())
+		s.pagesKnown = true
 		s.drops++
 	}
 	return outdated

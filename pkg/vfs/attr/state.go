@@ -53,10 +53,11 @@ type State struct {
 	ttlSetAt Instant // time of the last change of ttl
 	// change is the clock at the last change or update. Replies to earlier calls are outdated.
 	change   uint64
-	received Instant   // time when attr was received
-	asked    uint64    // clock when the call that returned attr was sent
-	sent     nfs.Stamp // of the attributes in the last reply to the kernel
-	pages    nfs.Stamp // state of the file in the kernel's pages
+	received Instant // time when attr was received
+	asked    uint64  // clock when the call that returned attr was sent
+	sent     uint64  // sum of the attributes in the last reply to the kernel
+	// pages is the state of the file in the kernel's pages; nil before the first open.
+	pages *nfs.Stamp
 	// epochStart is the clock when another client may have changed a directory, or when the rights of
 	// an object changed. What was known of its names and rights before is outdated.
 	epochStart uint64
@@ -147,7 +148,7 @@ func (s *State) Restore(typ nfs.FileType, fileID uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.attr.Type, s.attr.FileID, s.known = typ, fileID, typ != 0
-	s.pages = unknownPages
+	s.setPages(unknownPages)
 }
 
 // IsOther reports whether attributes describe another object than those that s knows. A mount on the

@@ -28,8 +28,8 @@ func (c *Cache) update(s *State, a *nfs.Attr, start uint64) (stored, foreign boo
 		c.newEpoch(s)
 	}
 	if s.pagesKnown {
-		s.pagesKnown = !c.changedByOther(s, s.pages, next)
-		s.pages = next
+		s.pagesKnown = !c.changedByOther(s, *s.pages, next)
+		s.setPages(next)
 	}
 	c.age(s, a, changed)
 	s.attr, s.known, s.valid = *a, true, true
@@ -124,7 +124,7 @@ func (c *Cache) changed(s *State, ch *nfs.Change, start uint64, alone bool) (for
 	if s.pagesKnown {
 		s.pagesKnown = own
 		if ch.HasAfter {
-			s.pages = ch.After.Stamp()
+			s.setPages(ch.After.Stamp())
 		}
 	}
 	stored := false
@@ -231,7 +231,7 @@ func (s *State) Offer() {
 func (s *State) Sent(a *nfs.Attr) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.sent = a.Stamp()
+	s.sent = stampSum(a.Stamp())
 }
 
 // OfferNewer is Offer if the attributes a differ from those that the kernel got last. It reports
@@ -239,7 +239,7 @@ func (s *State) Sent(a *nfs.Attr) {
 func (s *State) OfferNewer(a *nfs.Attr) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.sent == a.Stamp() {
+	if s.sent == stampSum(a.Stamp()) {
 		return false
 	}
 	s.unsent = s.valid

@@ -60,11 +60,10 @@ type entries struct {
 
 // An entry is what a name stands for.
 type entry struct {
-	node    uint64 // 0: the name does not exist
+	node    uint64 // 0: the name does not exist; also with an expired answer
 	start   uint64 // clock when the call was sent that told so
 	expires attr.Instant
 	kernel  attr.Instant // until when the kernel may cache the name
-	isDir   bool         // of the object that the kernel knows
 }
 
 // A Found is the name by which the kernel found a directory last.
@@ -125,7 +124,10 @@ func (d *Dir) Last(name string) uint64 {
 	if d.entries == nil {
 		return 0
 	}
-	return d.entries.names[name].node
+	if e := d.entries.names[name]; e.expires != 0 {
+		return e.node
+	}
+	return 0
 }
 
 // Keep stores for the time ttl what a name stands for, from the reply to a call sent at start. Node 0
@@ -148,10 +150,10 @@ func (t *Table) Keep(d *Dir, a *attr.State, name string, node, start uint64, ttl
 	t.put(d, name, e)
 }
 
-// CacheInKernel records that the kernel will cache a name for a time. It returns the time for which
-// the kernel may cache it: not at all when the reply to the call sent at start is from before a change
-// of the directory by another client. a is the State of the directory.
-func (t *Table) CacheInKernel(d *Dir, a *attr.State, name string, isDir bool, start uint64,
+// CacheInKernel records that the kernel will cache a name of a node for a time. It returns the time for
+// which the kernel may cache it: not at all when the reply to the call sent at start is from before a
+// change of the directory by another client. a is the State of the directory.
+func (t *Table) CacheInKernel(d *Dir, a *attr.State, name string, node, start uint64,
 	timeout time.Duration) time.Duration {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -163,7 +165,10 @@ func (t *Table) CacheInKernel(d *Dir, a *attr.State, name string, isDir bool, st
 	if !known && !t.room(d, maxNames) {
 		return min(timeout, forgottenTime)
 	}
-	e.kernel, e.isDir = attr.Now().Add(timeout), isDir
+	e.kernel = attr.Now().Add(timeout)
+	if e.expires == 0 {
+		e.node = node // for the notification
+	}
 	es.kernel = max(es.kernel, e.kernel)
 	t.put(d, name, e)
 	return timeout
@@ -198,7 +203,7 @@ func (t *Table) Changed(d *Dir, name string) (node uint64, known bool) {
 		return 0, false
 	}
 	node = e.node
-	e.node, e.start, e.expires = 0, 0, 0
+	e.start, e.expires = 0, 0
 	es.names[name] = e
 	if attr.Now() >= e.kernel {
 		t.remove(d, name)

@@ -13,9 +13,9 @@ type Expiry struct {
 	Table *Table
 	// Spawn runs a function on a goroutine.
 	Spawn func(func())
-	// Expire makes the kernel look a name in the directory with a node number up again. isDir tells
-	// whether the kernel knows a directory by the name.
-	Expire func(dir uint64, name string, isDir bool)
+	// Expire makes the kernel look a name in the directory with a node number up again. node is the
+	// number of the node that the kernel knows by the name, or 0.
+	Expire func(dir uint64, name string, node uint64)
 
 	mu      sync.Mutex
 	running bool
@@ -84,7 +84,7 @@ func (x *Expiry) run() {
 		at := attr.Now()
 		for name, e := range next.names {
 			if at < e.kernel {
-				x.Expire(next.dir, name, e.isDir)
+				x.Expire(next.dir, name, e.node)
 			}
 		}
 		x.Table.count.Add(-int64(len(next.names)))

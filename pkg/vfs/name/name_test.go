@@ -28,7 +28,7 @@ func TestWaitingExpiryBoundsNames(t *testing.T) {
 	sent := 0
 	var d Dir
 	var run func()
-	x := Expiry{Table: table, Spawn: func(f func()) { run = f }, Expire: func(uint64, string, bool) { sent++ }}
+	x := Expiry{Table: table, Spawn: func(f func()) { run = f }, Expire: func(uint64, string, uint64) { sent++ }}
 	attrs := nfs.Attr{Type: nfs.Directory}
 	begun := 0
 	for range 4 {
@@ -38,7 +38,7 @@ func TestWaitingExpiryBoundsNames(t *testing.T) {
 		}
 		begun += x.Begin(&d, 2)
 		for i := range each {
-			table.CacheInKernel(&d, a, fmt.Sprint(i), false, table.Attrs.Now(), time.Minute)
+			table.CacheInKernel(&d, a, fmt.Sprint(i), 3, table.Attrs.Now(), time.Minute)
 		}
 	}
 	if n := begun + len(d.entries.names); begun < each || n > left {
@@ -95,7 +95,7 @@ func TestNamesOfReplies(t *testing.T) {
 	if _, ok := find("file"); ok {
 		t.Error("name from a reply before a change by another client: got an answer")
 	}
-	if got := table.CacheInKernel(&d, a, "file", false, before, time.Minute); got != 0 {
+	if got := table.CacheInKernel(&d, a, "file", 3, before, time.Minute); got != 0 {
 		t.Errorf("time in the kernel of a name from before the change: got %v, want 0", got)
 	}
 	table.Keep(&d, a, "file", 4, table.Attrs.Now(), time.Minute)
