@@ -106,7 +106,8 @@ func TestDescriptorsCloseOnExec(t *testing.T) {
 
 // timedPackages have timeouts on which calls of a mount depend.
 var timedPackages = []string{"pkg/sunrpc/rpctcp", "internal/running", "pkg/vfs", "pkg/memreg", "pkg/mount",
-	"pkg/nfs/nfs3", "pkg/nfs/mountd", "pkg/nfs/nfsacl", "pkg/nfs/nlm", "pkg/verbs/rdmacore", "pkg/verbs/softiwarp", "pkg/xprt"}
+	"pkg/nfs/nfs3", "pkg/nfs/mountd", "pkg/nfs/nfsacl", "pkg/nfs/nlm", "pkg/verbs/rdmacore", "pkg/verbs/softiwarp",
+	"pkg/xprt"}
 
 // wallClock matches the methods and functions of package time whose results have no reading of the
 // monotonic clock. A time computed with them jumps when the clock of the host is set.

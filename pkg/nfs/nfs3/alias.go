@@ -6,7 +6,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs"
 )
 
-// FH and the types below are those of package nfs under the names of RFC 1813.
+// Types of package nfs under the names of RFC 1813.
+
 type (
 	FH         = nfs.Handle
 	Time3      = nfs.Time
