@@ -24,13 +24,13 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/csi", "pkg/control pkg/mount"},
 	{"test/lab/beside/program", "pkg/control pkg/daemon test/differential"},
 	{"test/differential", "pkg/nfs/nfsacl"},
-	{"pkg/daemon", "internal/statuspage pkg/control pkg/keep/fdstore pkg/metrics pkg/mount pkg/observe/otlp " +
+	{"pkg/daemon", "internal/statuspage pkg/control pkg/keep/fdstore pkg/metrics pkg/mount pkg/metrics/otlp " +
 		"pkg/observe/stats"},
 	{"pkg/doctor", "pkg/control pkg/membuf pkg/mount pkg/nfs/mountd pkg/nfs/nfs3 pkg/observe/trace pkg/sunrpc " +
 		"pkg/sunrpc/rpctcp pkg/verbs pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
 	{"pkg/mount", "internal/pace internal/running pkg/control pkg/fuse/kernel pkg/fuse/mountpoint " +
 		"pkg/fuse/virtiofs pkg/keep/fdstore pkg/keep/slotfile pkg/membuf pkg/metrics pkg/nfs/mountd pkg/nfs/nfs3 " +
-		"pkg/nfs/nfsacl pkg/nfs/nlm pkg/observe/ledger pkg/observe/otlp pkg/observe/stats pkg/observe/trace " +
+		"pkg/nfs/nfsacl pkg/nfs/nlm pkg/observe/ledger pkg/metrics/otlp pkg/observe/stats pkg/observe/trace " +
 		"pkg/sunrpc pkg/verbs pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/vfs pkg/vfs/data " +
 		"pkg/xprt"},
 	{"test/kit/mounts", "pkg/fuse/mountpoint pkg/nfs/nfs3 pkg/sunrpc pkg/vfs test/kit test/kit/ganesha"},
@@ -114,7 +114,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"test/programs", ""},
 	{"test/restart", ""},
 	{"test/scale", ""},
-	{"pkg/observe/otlp", "pkg/control pkg/observe/ledger pkg/observe/stats"},
+	{"pkg/metrics/otlp", "pkg/control pkg/observe/ledger pkg/observe/stats"},
 	{"pkg/fuse/mountpoint", "pkg/fuse/kernel"},
 	{"pkg/vfs/acl", "pkg/nfs pkg/nfs/nfsacl pkg/sunrpc pkg/vfs/attr"},
 }

@@ -14,8 +14,8 @@ import (
 	"github.com/pelletier/go-toml/v2/unstable"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/metrics/otlp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
-	"github.com/nfsrdmad/nfsrdmad/pkg/observe/otlp"
 )
 
 // A Config is the configuration of the daemon. Each field is a key of configs/nfsrdmad.toml, and a

@@ -15,8 +15,8 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/fdstore"
+	"github.com/nfsrdmad/nfsrdmad/pkg/metrics/otlp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
-	"github.com/nfsrdmad/nfsrdmad/pkg/observe/otlp"
 )
 
 // httpGrace bounds the end of pending requests after all mounts are unmounted.

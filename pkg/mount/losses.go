@@ -7,8 +7,8 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/keep/fdstore"
+	"github.com/nfsrdmad/nfsrdmad/pkg/metrics/otlp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nlm"
-	"github.com/nfsrdmad/nfsrdmad/pkg/observe/otlp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/vfs/data"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )

@@ -10,9 +10,9 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
+	"github.com/nfsrdmad/nfsrdmad/pkg/metrics/otlp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfsacl"
-	"github.com/nfsrdmad/nfsrdmad/pkg/observe/otlp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 

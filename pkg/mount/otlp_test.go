@@ -9,9 +9,9 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/fuse/kernel"
+	"github.com/nfsrdmad/nfsrdmad/pkg/metrics/otlp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/observe/ledger"
-	"github.com/nfsrdmad/nfsrdmad/pkg/observe/otlp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
