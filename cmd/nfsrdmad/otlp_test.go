@@ -12,7 +12,7 @@ import (
 )
 
 // TestTraces traces all requests of a mount. The certificate of the collector is among the roots of
-// the system. pkg/observe/otlp has tests of the spans, and of collectors that fail.
+// the system. pkg/metrics/otlp has tests of the spans, and of collectors that fail.
 func TestTraces(t *testing.T) {
 	c, roots := collector.StartTLS(t)
 	t.Setenv("SSL_CERT_FILE", roots)
