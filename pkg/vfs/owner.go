@@ -24,12 +24,15 @@ type backgroundKey struct{}
 // from this package. OwnerOf is for observers of a running mount and safe for concurrent use. At
 // the moment when a call ends it may return the owner of the next call.
 func OwnerOf(ctx context.Context) (o Owner, ok bool) {
-	if r := kernel.RequestOf(ctx); r != nil {
-		o.PID, o.UID = r.Caller()
-		return o, true
+	if _, ok := ctx.Value(backgroundKey{}).(background); ok {
+		return Owner{WriteBack: true}, true
 	}
-	_, o.WriteBack = ctx.Value(backgroundKey{}).(background)
-	return o, o.WriteBack
+	r := kernel.RequestOf(ctx)
+	if r == nil {
+		return Owner{}, false
+	}
+	o.PID, o.UID = r.Caller()
+	return o, true
 }
 
 // Value returns b for OwnerOf and nil for other keys.

@@ -7,8 +7,7 @@ import (
 
 func TestOwnerOf(t *testing.T) {
 	r, _ := newRequest(t)
-	derived, cancel := context.WithCancel(r)
-	defer cancel()
+	derived := context.WithValue(r, otherKey{}, 1)
 	for name, tt := range map[string]struct {
 		ctx  context.Context
 		want Owner

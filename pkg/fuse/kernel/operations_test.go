@@ -106,7 +106,7 @@ func TestOperations(t *testing.T) {
 	write := fuse.WriteIn{Size: 4}
 	pieces := message(OpWrite, write, "")
 	pieces.Data = [][]byte{[]byte("dat"), []byte("a")}
-	extended := fuse.InHeader{TotalExtlen: 1}
+	extended := setXAttrIn{InHeader: fuse.InHeader{TotalExtlen: 1}}
 	entry := fuse.EntryOut{NodeId: 5}
 	for _, c := range []struct {
 		name  string
@@ -121,7 +121,7 @@ func TestOperations(t *testing.T) {
 			text(entry)},
 		{"MKDIR", message(OpMkdir, fuse.MkdirIn{Mode: '7'}, "name\x00"), `["mkdir" '7' "name"]`, text(fuse.EntryOut{})},
 		{"UNLINK", message(OpUnlink, fuse.InHeader{}, "name\x00"), `["unlink" "name"]`, ""},
-		{"UNLINK, extended", message(OpUnlink, extended, "name\x00extended"), `["unlink" "name"]`, ""},
+		{"SETXATTR, extended", message(OpSetXAttr, extended, "name\x00vextended"), `["setxattr" "name" "v"]`, ""},
 		{"RENAME", message(OpRename, rename, "from\x00to\x00"), `["rename" "from" '\x03' "to" '\x00']`, ""},
 		{"RENAME2", message(OpRename2, fuse.RenameIn{Newdir: 3, Flags: 1}, "from\x00to\x00"),
 			`["rename" "from" '\x03' "to" '\x01']`, ""},
@@ -186,9 +186,13 @@ func TestInvalidRequests(t *testing.T) {
 		{"read-only, OPEN", message(OpOpen, fuse.OpenIn{Flags: unix.O_TRUNC}, ""), unix.EROFS},
 	}
 	for _, name := range []string{"", ".", "..", "sub/x", "/"} {
-		tests = append(tests, test{"LOOKUP " + name, message(OpLookup, fuse.InHeader{}, name+"\x00"), unix.EINVAL},
-			test{"RENAME to " + name, message(OpRename, rename, "a\x00"+name+"\x00"), unix.EINVAL},
-			test{"SYMLINK " + name, message(OpSymlink, fuse.InHeader{}, name+"\x00a\x00"), unix.EINVAL})
+		tests = append(tests, test{"rename to " + name, message(OpRename, rename, "a\x00"+name+"\x00"), unix.EINVAL})
+		for _, op := range []Op{OpLookup, OpMknod, OpMkdir, OpSymlink, OpUnlink, OpRmdir, OpRename, OpRename2, OpLink,
+			OpCreate} {
+			m := message(op, [30]uint64{}, "")
+			m.In = append(m.In[:operationOf(op).in], name+"\x00name\x00"...)
+			tests = append(tests, test{op.String() + " " + name, m, unix.EINVAL})
+		}
 	}
 	for op := range NumOps { // one byte less than the fixed part
 		if o := operationOf(op); o.reply > 0 && o.in > inHeaderSize {
