@@ -7,7 +7,6 @@ import (
 )
 
 // Types of package nfs under the names of RFC 1813.
-
 type (
 	FH         = nfs.Handle
 	Time3      = nfs.Time
