@@ -1,6 +1,6 @@
-// Package vfs serves an NFSv3 file system through package kernel.
+// Package vfs serves an NFS file system through package kernel.
 //
-// The package translates the requests of the kernel's FUSE client to NFSv3 procedures (RFC 1813).
+// The package translates the requests of the kernel's FUSE client to calls of an NFS server.
 // The package keeps the state of an NFS client: the file handle of each node, cached attributes
 // with their age, and written data that is not yet stable on the server. The package does not
 // depend on a version of NFS or on a transport: an nfs.Server makes its calls.

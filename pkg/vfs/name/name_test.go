@@ -115,6 +115,9 @@ func TestFullTableLosesNames(t *testing.T) {
 	table, a := newTable()
 	table.count.Store(maxAnswers - room)
 	dirs := make([]Dir, 10)
+	for i := range room / 2 { // the kernel must be told before these names are forgotten
+		table.CacheInKernel(&dirs[i%len(dirs)], a, fmt.Sprint("kernel", i), 3, table.Attrs.Now(), time.Minute)
+	}
 	for i := range 5 * room {
 		d, name := &dirs[i%len(dirs)], fmt.Sprint(i)
 		table.Keep(d, a, name, uint64(i), table.Attrs.Now(), time.Minute)
@@ -125,6 +128,11 @@ func TestFullTableLosesNames(t *testing.T) {
 		}
 		if n := table.count.Load(); n > maxAnswers {
 			t.Fatalf("names: got %d, want at most %d", n, maxAnswers)
+		}
+	}
+	for i := range room / 2 {
+		if _, ok := dirs[i%len(dirs)].entries.names[fmt.Sprint("kernel", i)]; !ok {
+			t.Errorf("name %d that the kernel has is forgotten", i)
 		}
 	}
 	table.Sweep(attr.Now().Add(2 * time.Minute))
